@@ -7,6 +7,8 @@
 #                 of its range (2 GB each)
 # make docs       the pages as a site, in site/, with an API reference from the docstrings; a broken link fails it
 # make plan-rows  plan a grid of calls, print what differs from the kept plans, and keep the new ones
+# make wheel      build the wheel in dist/, install it with torch WHEEL_TORCH in a fresh environment, run its doctor there
+# make release    write VERSION=... where it is named, commit and tag it
 # make lint       ruff check, ruff format --check, mypy
 #
 # Which Python: PYTHON=... if given. Otherwise `python3`, if it already has every module that the target needs (so a
@@ -34,7 +36,7 @@ PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
 timed = @echo "== $(1)"; begin=$$(date +%s); $(2); status=$$?; \
 	echo "== $(1): $$(( $$(date +%s) - begin )) s"; exit $$status
 
-.PHONY: demo test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines plan-rows lint docs venv $(TORCHES:%=test-torch-%) \
+.PHONY: demo wheel release test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines plan-rows lint docs venv $(TORCHES:%=test-torch-%) \
 	$(TRANSFORMERS:%=test-transformers-%)
 # of docs/support.md
 TORCHES := 2.9.1 2.14.1
@@ -119,6 +121,19 @@ docs: $(if $(filter $(VENV)/%,$(DOCS)),$(VENV)/.docs)
 $(VENV)/.docs: $(STAMP)
 	$(VENV)/bin/python -m pip install -c constraints.txt -e ".[docs]"
 	touch $@
+
+# Another folder, so that the installed package is imported.
+wheel:
+	rm -rf dist $(VENV)-build $(VENV)-wheel
+	$(or $(PYTHON),python3) -m venv $(VENV)-build
+	$(VENV)-build/bin/python -m pip install --quiet build
+	$(VENV)-build/bin/python -m build
+	$(or $(PYTHON),python3) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet $(if $(WHEEL_TORCH),torch==$(WHEEL_TORCH)) dist/*.whl
+	cd dist && ../$(VENV)-wheel/bin/python -m flash_mask_cute
+
+release:
+	$(or $(PYTHON),python3) .ci/release.py $(VERSION)
 
 venv: $(STAMP)
 

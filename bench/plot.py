@@ -22,14 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bench import ROOT, Json, name_of, peer_of
 from bench.masks import MASKS
 from bench.paper import table_name
-from bench.prep import block_mask_bytes, dense_mask_bytes, interval_bytes
 from bench.rows import RESULTS, read_rows
-from bench.sweep import Sweep, sweeps
 from bench.tables import DIRECTIONS, PEER_LABELS, Figures, headline, headline_means
 
 if TYPE_CHECKING:
@@ -47,7 +43,6 @@ COLOURS = {
 }
 SHOWN_PEERS, SHOWN_LENGTHS = ("ours", "fa4", "fa4_mask_mod", "flex"), ("8k", "32k")
 WAYS = dict(zip(DIRECTIONS, ("forward", "backward"), strict=True))
-MEMORY_TOKENS = tuple(2**power for power in range(12, 21))
 Rows = Sequence[Json]
 # Ids inside an svg are hashes; text stays text, so that no font is copied into the file.
 SETTINGS = {
@@ -155,65 +150,6 @@ def _bars(panel: Any, found: Sequence[Mapping[str, Json]], way: str) -> dict[str
     return handles
 
 
-def remembered(rows: Rows) -> dict[str, dict[int, int]]:
-    """Bytes measured of a forward by peer and length, of rows of kind memory; the latest count."""
-    found: dict[str, dict[int, int]] = {}
-    for row in rows:
-        if row["kind"] == "memory" and "bytes" in row:
-            found.setdefault(peer_of(row), {})[row["n"]] = row["bytes"]
-    return found
-
-
-def draw_memory(rows: Rows, path: str) -> None:
-    """Bytes of a mask by length: lines by formula, marks measured."""
-    figure, panels = subplots(1, 1, figsize=(6.5, 4.2), layout="constrained")
-    panel = panels[0][0]
-    tokens = np.array(MEMORY_TOKENS)
-    lines: dict[str, tuple[str, Callable[[int], int]]] = {
-        "sdpa_dense": ("dense mask, a byte a pair", dense_mask_bytes),
-        "flex": ("FlexAttention's block mask", block_mask_bytes),
-        "ours": ("column intervals and their bounds", interval_bytes),
-    }
-    measured = remembered(rows)
-    for peer, (label, size) in lines.items():
-        panel.plot(tokens, [size(n) for n in MEMORY_TOKENS], color=COLOURS[peer], label=label)
-    for peer in (peer for peer in PEER_LABELS if peer in measured):
-        points = sorted(measured[peer].items())
-        options = {"color": COLOURS[peer], "marker": "o", "linestyle": "none"}
-        panel.plot(*zip(*points, strict=True), label=f"{PEER_LABELS[peer]}, measured", **options)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xticks(tokens, [_tokens(n) for n in MEMORY_TOKENS])
-    panel.set_xlabel("tokens of a sequence")
-    panel.set_ylabel("bytes")
-    panel.legend(frameon=False)
-    save(figure, path)
-
-
-def _tokens(n: int) -> str:
-    return f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}K"
-
-
-def draw_sweeps(found: Sequence[Sweep], path: str) -> None:
-    """Points and fitted lines, a panel for each mask."""
-    latest = {sweep.mask: sweep for sweep in found}
-    size = (4.2 * len(latest), 3.6)
-    figure, panels = subplots(1, len(latest), figsize=size, sharey=True)
-    for panel, (mask, sweep) in zip(panels[0], latest.items(), strict=True):
-        intercept, slope = sweep.line()
-        ends = np.array([0.0, 1.0])
-        panel.plot(ends, intercept + slope * (1 - ends), color="0.6", linewidth=1)
-        panel.scatter(sweep.sparsity, sweep.ms, s=12)
-        panel.scatter([0], [sweep.dense_ms], s=24, marker="x", color="black")
-        panel.set_title(f"{mask}, R$^2$ = {sweep.r_squared():.4f}", fontsize=10)
-        panel.set_xlabel("block sparsity")
-        panel.set_xlim(-0.03, 1.03)
-        panel.set_ylim(bottom=0)
-    panels[0][0].set_ylabel("forward, ms (x: full attention)")
-    figure.tight_layout()
-    save(figure, path)
-
-
 # -- the picture of masks ------------------------------------------------------------------------
 
 TOKENS, TILE = 512, 32
@@ -284,9 +220,6 @@ def draw_all(rows: Rows, folder: Path) -> None:
     """ImportError without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_speed(rows, 128, str(folder / "speed_d128.svg"))
-    draw_memory(rows, str(folder / "memory.svg"))
-    if found := sweeps(rows):
-        draw_sweeps(found, str(folder / "sparsity.svg"))
     draw_masks(str(folder / "masks.svg"))
 
 

@@ -14,11 +14,9 @@ from functools import partial
 from typing import Any
 
 from bench.cases import BenchCase, make_tensors
-from bench.flops import TILE
 from bench.mods import mask_tables, torch_mask_mod
 from bench.peers import DOCUMENT_MASKS, column_tensor, cudnn_plan_call, endpoint_tensor
 
-INDEX_BYTES = 4
 # The finest key blocks that a kernel asks for; coarser ones are less work. Packed documents have
 # those of the kernels at the dimensions timed.
 BLOCK_KEYS = 64
@@ -30,23 +28,6 @@ class Preparation:
 
     call: Callable[[], Any]
     size: Callable[[Any], int]
-
-
-def interval_bytes(n: int, vectors: int = 1) -> int:
-    """Of column intervals over n keys, and of their bounds by key block."""
-    return INDEX_BYTES * vectors * (n + 2 * -(-n // BLOCK_KEYS))
-
-
-def block_mask_bytes(n: int) -> int:
-    """Of FlexAttention's block mask over n tokens, less the tables that its mask_mod reads: partial
-    and full blocks, of each query block and of each key block, as counts and as lists."""
-    blocks = -(-n // TILE)
-    return 2 * 2 * INDEX_BYTES * (blocks + blocks**2)
-
-
-def dense_mask_bytes(n: int) -> int:
-    """Of a boolean tensor over n x n pairs."""
-    return n * n
 
 
 def _bytes(tensors: Any) -> int:

@@ -298,7 +298,7 @@ def supervise(run: Run, cases: Sequence[Any], arguments: Sequence[str]) -> None:
         if left == before and run.left() > CASE_S:
             note = f"failed: a crash, or longer than {given.limit:.0f} s"
             run.emit({"case": left.pop(0), "note": note})
-    run.rows = [*kept, *(row for row in rows_in([given.out]) if row["run"] == run.name)]
+    run.rows = [*kept, *(row for row in rows_in([given.out]) if row.get("run") == run.name)]
     say(f"{len(left)} cases are left")
 
 

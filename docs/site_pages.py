@@ -47,6 +47,7 @@ REFERENCE = {
         *(f"integrations.transformers.{x}" for x in ("register", "masks_for")),
         *(f"integrations.torch.{x}" for x in ("register", "sdpa", "kernels_run", "Ran")),
         "integrations.trl.register_tree_attention",
+        "integrations.cuequivariance.triangle_attention",
     ),
     "Host calls": (
         *("interface._flash_attn_fwd", "interface._flash_attn_bwd", "FwdConfig", "BwdConfig"),

@@ -369,10 +369,7 @@ def _infer_block_size(counts: Sequence[int], seqlens: Sequence[int]) -> tuple[in
 
 
 def _fitting_blocks(count: int, seqlen: int) -> range:
-    """The multiples of 16 that cut a sequence into `count` blocks.
-
-    A single block may have any size, so one multiple of the default stands for all of them.
-    """
+    """The multiples of 16 that cut a sequence into `count` blocks; if that is 1, one for all."""
     if count == 1 and seqlen > 0:
         block = ceil_div(seqlen, DEFAULT_BLOCK) * DEFAULT_BLOCK
         return range(block, block + 1)
@@ -493,11 +490,7 @@ def _to_lists(
 
 
 def _compact(is_listed: Tensor) -> tuple[Tensor, Tensor]:
-    """(cnt, idx) of the marked blocks, ascending, zeros behind them.
-
-    Marked blocks move to the front and the others behind them. Both keep their order, so every
-    entry is written exactly once.
-    """
+    """(cnt, idx) of the marked blocks, ascending, with zeros after them."""
     column = torch.arange(is_listed.shape[-1], device=is_listed.device)
     marked_so_far = is_listed.cumsum(-1)
     cnt = is_listed.sum(-1)
@@ -565,8 +558,7 @@ _Made = TypeVar("_Made")
 
 
 class _Entry(NamedTuple, Generic[_Made]):
-    """A result, and the tensors and versions that it was made of. is_captured: in the capture of a
-    CUDA graph, which alone may use it."""
+    """A result, and its inputs and their versions. is_captured: it is for one CUDA graph alone."""
 
     references: list[weakref.ref[Tensor]]
     versions: list[int]
@@ -579,8 +571,7 @@ def _is_capturing(tensor: Tensor) -> bool:
 
 
 class _Kept(Generic[_Made]):
-    """Cache of what was made from lists and sizes, by identity and version of the lists'
-    tensors."""
+    """Cache of what was made from lists and sizes, by identity and version of the tensors."""
 
     def __init__(self, make: Callable[..., _Made]) -> None:
         self._make = make
@@ -661,8 +652,7 @@ _bits = _Kept(_make_bits)
 
 
 def _touched(tile: int, block: int, seqlen: int, device: torch.device) -> Tensor:
-    """int64 (tiles, n): the blocks that each tile touches inside the sequence; some are
-    repeated."""
+    """int64 (tiles, n): the blocks that each tile touches inside the sequence, with repeats."""
     first_token = torch.arange(ceil_div(seqlen, tile), device=device) * tile
     first = first_token // block
     last = ((first_token + tile).clamp(max=seqlen) - 1) // block

@@ -229,8 +229,7 @@ def run_scan(
 def _tells_lists_done(
     mask_mod: Callable[..., Any], cnt: Tensor
 ) -> contextlib.AbstractContextManager[None]:
-    """The `tells_progress` callback of a CPU scan, which writes the count of a list when the list
-    is done."""
+    """The `tells_progress` callback of a CPU scan: writes the count of a list when it is done."""
     cnt.fill_(-1)
     name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
     return tells_progress(
@@ -273,10 +272,7 @@ def _as_torch_tensors(aux_tensors: Any, device: torch.device) -> tuple[Tensor, .
 
 
 def _as_torch_tensor(tensor: Any, name: str, device: torch.device) -> Tensor:
-    """A torch tensor as it is, or one that shares the memory of a cute tensor.
-
-    The caller's cute tensor, or its owner, owns the memory; the result must not outlive it.
-    """
+    """A torch tensor as it is, or one over the memory of a cute tensor, which must outlive it."""
     if isinstance(tensor, Tensor):
         check_plain(name, tensor)
         if tensor.is_nested:

@@ -105,7 +105,7 @@ if TYPE_CHECKING:
 # Each function is declared several times before its definition, so that a type checker knows what
 # it returns: a tensor, a pair with return_lse, either where return_lse is a variable, and a tuple
 # with return_max_logit. Arguments that may also be passed by position, but rarely are, are `others`
-# there, of which a checker knows neither types nor number.
+# there, and a checker knows neither their types nor their number.
 
 
 @overload
@@ -170,8 +170,8 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute softmax(mask(q k^T * softmax_scale)) v.
 
-    It has gradients for q, k, v, learnable_sink, and the floating-point aux_tensors that score_mod
-    reads.
+    Gradients are supported for q, k, v, learnable_sink, and floating-point aux_tensors that
+    score_mod reads.
 
     q is (batch, seqlen_q, heads_q, head_dim), k is (batch, seqlen_k, heads_kv, head_dim), v is like
     k with head_dim_v. They are bf16 or fp16 on CUDA, also fp32 and fp64 on the CPU. The arguments
@@ -179,20 +179,20 @@ def flash_attn_func(
 
     window_size: (left, right); None or -1 leaves a side open. A side below -1 shifts the band: with
     right = -3 a token sees only keys at least three positions before it.
-    softmax_scale: a number, or a 0-dim CPU tensor, which is read and has no gradient.
+    softmax_scale: a number, or a 0-dim CPU tensor, which is read and gets no gradient.
     score_mod, mask_mod: CuTe callables, or torch functions with FlexAttention's arguments, (score,
     b, h, q_idx, kv_idx) and (b, h, q_idx, kv_idx). Torch functions are lowered (docs/flex.md).
     score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: takes the gradient
     of the score that score_mod returns, and returns the gradient of the score that score_mod gets.
     Without it score_mod is differentiated from its trace.
     block_sparse_tensors: a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity`
-    returned, a torch `BlockMask`, whose own mask_mod is used if mask_mod is None, or a
-    `SelectedBlocks`, the key blocks that each query chose.
-    num_splits: 0 takes 1 where the grid fills the GPU or a gradient is recorded. Otherwise few
-    queries over many keys are computed in parts. Equal calls give equal bits, but these may depend
-    on the batch. 1 promises one pass, N > 1 computes N parts (docs/serving.md).
-    seqlen_k_per_split: keys, 512 or more, at whose multiples sums are cut. A row then has the same
-    bits in any batch and chunk, decoded or trained (docs/serving.md#one-row-one-set-of-bits).
+    returned, a torch `BlockMask` (its own mask_mod is used if mask_mod is None), or a
+    `SelectedBlocks`, the key blocks that each query selects.
+    num_splits: 0 lets the library choose. It splits the keys if few queries see many keys, and uses
+    one pass if the queries fill the GPU or autograd records. Equal calls give equal bits, but these
+    may depend on the batch. 1 forces one pass, N > 1 forces N splits (docs/serving.md).
+    seqlen_k_per_split: cut sums at every multiple of so many keys, 512 or more. A row then has the
+    same bits in any batch and chunk, decoded or trained (docs/serving.md#one-row-one-set-of-bits).
     deterministic: gradients have the same bits in every run. `torch.use_deterministic_algorithms`
     has the same effect. On Blackwell gradients of aux tensors have no fixed order: deterministic
     is refused beside them, and torch's setting with warn_only only warns.
@@ -539,7 +539,7 @@ def flashmask_attention(
 
 
 def _one_of(name: str, tensor: Tensor | None, other: str, same: Tensor | None) -> Tensor:
-    """An argument that has two names, of which one is given."""
+    """An argument with two names, one of them given."""
     if same is None and tensor is not None:
         return tensor
     if tensor is None and same is not None:

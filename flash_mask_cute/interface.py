@@ -101,8 +101,8 @@ def _flash_attn_fwd(
     rows of each batch entry. CUDA tensors are bf16 or fp16, CPU tensors also fp32 or fp64.
 
     Key j is visible to query i if every given mask allows it. Let d = i + seqlen_k - seqlen_q, or i
-    + q_start. Causal: j <= d; an int32 tensor (batch,) says by numbers that are not 0 in which
-    sequences. Window: d - window_size_left <= j <= d + window_size_right; None leaves a side open.
+    + q_start. Causal: j <= d; with an int32 tensor (batch,), in sequences where it is not 0.
+    Window: d - window_size_left <= j <= d + window_size_right; None leaves a side open.
     A side below -1 shifts the band past the diagonal. softcap > 0 turns a score s into softcap *
     tanh(s / softcap). learnable_sink (heads_q,), of any floating dtype (fp64 is read as fp32), is
     one more logit per head. softmax_scale: a number or 0-dim CPU tensor, by default head_dim**-0.5.
@@ -124,8 +124,8 @@ def _flash_attn_fwd(
     block_sparse_tensors_torch: a `BlockSparseTensorsTorch`, the pair of `compute_block_sparsity`,
     or a torch `BlockMask` together with its mask as mask_mod. A block in no list is hidden. A full
     block is visible, and mask_mod is not called. In a partial block mask_mod decides; without one
-    all there is visible. Blocks count from the start of a sequence. With varying lengths lists
-    cover max_seqlen_q and max_seqlen_k. Or a `SelectedBlocks`: the blocks that each query chose.
+    all of it is visible. Blocks count from the start of a sequence. With varying lengths lists
+    cover max_seqlen_q and max_seqlen_k. Or a `SelectedBlocks`: the blocks that each query selects.
     q_start: the position of query 0 of each sequence: an int, an int32 tensor (batch,), or "end",
     which puts the last query at the last key. A negative position is before the first key. It
     applies to causal and window, to the rows of intervals and lists, and to the q_idx of mods. With
@@ -143,12 +143,12 @@ def _flash_attn_fwd(
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
     with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
-    page_table[b, j]. seqused_k counts the keys (None: all); keys behind them are never seen. With
+    page_table[b, j]. seqused_k counts the keys (None: all); keys after them are never seen. With
     kv_batch_idx, int32 (batch,), sequence b has the pages of row kv_batch_idx[b] of the table. With
     leftpad_k, int32 (batch,), and seqused_k, its first key is row leftpad_k[b] of its pages.
     k_descale, v_descale: of k and v in fp8, as of caches of `flash_attn_with_kvcache`.
-    num_splits: 0 lets the library choose: few queries and many keys are computed in parts, shares
-    of all key blocks. Equal calls give equal bits, but these may depend on the batch. 1 computes
+    num_splits: 0 lets the library choose; for few queries over many keys it divides all key blocks
+    evenly over the CTAs. Equal calls give equal bits, but these may depend on the batch. 1 computes
     each output in one pass, N the keys of each work tile in N parts (docs/serving.md).
     seqlen_k_per_split: S >= 512 cuts sums at keys S, 2 S, ...; a row has the same bits in any
     batch, chunk or pages (docs/serving.md#one-row-one-set-of-bits). num_splits: 0, or so many.

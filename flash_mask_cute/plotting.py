@@ -102,7 +102,7 @@ def plot(
             a `BlockSparseTensorsTorch`, the pair that `compute_block_sparsity` returned, or a torch
             `BlockMask`. Only the lists are drawn: they do not contain what a `mask_mod` hides
             inside a partial block, and a tile that touches such a block is partial;
-            a `SelectedBlocks` with seqlen_k, of which the selection alone is drawn;
+            a `SelectedBlocks` with seqlen_k, without other masks of its call;
             a `mask_mod`, which is compiled for the CPU and evaluated for every pair.
             If a mask differs between batch entries or heads, batch entry 0 and head 0 are drawn.
         seqlen_q, seqlen_k: numbers of queries and keys. A mask_mod needs seqlen_q; seqlen_k
@@ -196,8 +196,7 @@ def _by_tiles(
 
 
 def _colour(visible: Tensor, classes: Tensor, tile_m: int, tile_n: int) -> Tensor:
-    """float32 (rows, columns, 3): a point for each pair, or, for large masks, for evenly spaced
-    pairs."""
+    """float32 (rows, columns, 3): a point for each pair, or for evenly spaced pairs."""
     queries, keys = (_sampled(extent) for extent in visible.shape)
     by_point = classes.index_select(0, queries // tile_m).index_select(1, keys // tile_n)
     is_visible = visible.index_select(0, queries).index_select(1, keys)
@@ -293,7 +292,9 @@ def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
 def _of_selection(mask: SelectedBlocks, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     check_form(mask, mask.indices.device)
     if seqlen_k is None:
-        raise ValueError("seqlen_k=None of a SelectedBlocks, which does not tell how many keys")
+        raise ValueError(
+            "seqlen_k=None of a SelectedBlocks, which does not store the number of keys"
+        )
     rows = mask.by_entry[0, 0].cpu()
     if seqlen_q not in (None, len(rows)) or not len(rows):
         raise ValueError(f"seqlen_q={seqlen_q} of a SelectedBlocks with {len(rows)} queries")
@@ -309,7 +310,7 @@ def _evaluate(
     aux_tensors: Sequence[Tensor] | None,
 ) -> Tensor:
     if seqlen_q is None:
-        raise ValueError("seqlen_q=None of a mask_mod, which does not tell how many queries it has")
+        raise ValueError("seqlen_q=None of a mask_mod, which does not store its number of queries")
     given = None, mask_mod, aux_tensors, None
     mods = resolve_mods(*given)
     mask_mod, aux_tensors = mods.mask_mod or mask_mod, mods.aux_tensors

@@ -150,7 +150,7 @@ def flash_attn_with_kvcache(
     rows before the first key, counted in cache_seqlens. Unused rows may hold anything, even NaN.
 
     k, v: (batch, seqlen_new, heads_kv, ...), or (total_new, heads_kv, ...) with cu_seqlens_k_new
-    (ignored without k). They are written behind the rows in use, and attended to. No row may be
+    (ignored without k). They are written after the rows in use, and attended to. No row may be
     written twice, and no elements of caches may share memory. rotary_cos, rotary_sin: (rows of a
     sequence or more, rotary_dim / 2), float32 or the dtype of q. Row i of k is rotated by position
     cache_seqlens + i before it is written, row i of q by the same under causal masking (of any
@@ -159,9 +159,9 @@ def flash_attn_with_kvcache(
 
     q_start: the position of the first query, for all masks and mods, which do not count padding;
     "end": the last query is at the last key, new keys included. Others: `flash_attn_varlen_func`.
-    qv, q_descale, attention_chunk, scheduler_metadata and sm_margin keep places. Caches in
-    float8_e4m3fn: k_descale, v_descale are None (1), fp32 (batch, heads_kv), or fp32 of the cache's
-    shape without head_dim, of which new rows get theirs (docs/serving.md). q has 16 bits then.
+    qv, q_descale, attention_chunk, scheduler_metadata, sm_margin: flash-attention's, defaults only.
+    Caches may be float8_e4m3fn beside a 16-bit q. k_descale, v_descale: None (1), fp32 (batch,
+    heads_kv), or fp32 of the cache's shape without head_dim, into which new rows' scales go.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, ...), and with return_lse (out,
@@ -236,7 +236,7 @@ def _attend_over(
         call = replaced(call, masks=replaced(masks, **mods._asdict()))
     write = None
     if new.has_rows():
-        reason = "new rows are written into the cache, of which there are no gradients"
+        reason = "new rows are written into the cache, and there are no gradients of it"
         scales = {"k_descale": cache.k_descale, "v_descale": cache.v_descale}
         refuse_gradients(reason, x, k=new.k, v=new.v, **scales)
         write = _append_of(cache, new, call)
@@ -291,7 +291,7 @@ def _append_and_attend(
     refuse_transforms(but_functionalize=True)
     refuse_dual_level()
     masks = call.masks
-    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    # not a chain of `is`: Dynamo of torch 2.9 does not know two functions from inside
     if masks is not None and (masks.score_mod is not None or masks.mask_mod is not None):
         call = with_cute_mods(call, masks)
     out, lse = append_and_attend_by_operator(write, call)

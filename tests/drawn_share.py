@@ -71,7 +71,8 @@ def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     for item, function in zip(items, functions, strict=True):
         daily = item.get_closest_marker("daily")
         if daily is not None:
-            is_drawn = is_daily(seen[function], cases[function], *daily.args, seed)
+            (most,) = daily.args
+            is_drawn = is_daily(seen[function], cases[function], most, seed)
         else:
             is_drawn = is_in_share(function, seen[function], deal_of(item), seed)
         if not is_drawn:

@@ -54,7 +54,7 @@ def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
         page_table=view.page_table,
     )
     tensors = replaced(call.tensors, k=view.k, v=view.v, lengths=lengths)
-    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    # not a chain of `is`: Dynamo of torch 2.9 does not know two functions from inside
     in_pages = view.kv_batch_idx is not None or view.leftpad_k is not None
     if in_pages or view.k_descale is not None or view.v_descale is not None:
         optional = replaced(
@@ -148,7 +148,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((*rows[:-1], heads_q, rows[-1]), dtype=torch.float32)
 
 
-# of which the errors are those of the call
+# its errors are those of the call
 IMPLEMENTATIONS = frozenset((_append_and_attend.__code__,))
 
 

@@ -49,8 +49,7 @@ from flash_mask_cute.runtime.plain_tensors import NotPlainError
 
 
 class Results(NamedTuple):
-    """The results of a call. lse and max_scores have a value for each row; None unless
-    requested."""
+    """The results of a call. lse and max_scores have a value for each row, or are None."""
 
     out: Tensor
     lse: Any
@@ -82,7 +81,7 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
         masks = call.masks.with_own_mod()
         if masks is not call.masks:
             call = replaced(call, masks=masks)
-        # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+        # not a chain of `is`: Dynamo of torch 2.9 does not know two functions from inside
         if masks.score_mod is not None or masks.mask_mod is not None:
             call = with_cute_mods(call, masks)
         score_mod = (call.masks or NO_MASKS).score_mod
@@ -117,8 +116,7 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
 
 
 def _is_plain_forward(call: AttentionCall) -> bool:
-    """Whether a call without masks is a forward of q, k and v alone, all plain. Then the rest of
-    `attend` would change nothing, and take time."""
+    """Whether a call is a forward of plain q, k and v alone; `attend` would change nothing."""
     if torch.compiler.is_compiling():
         return False
     x = call.tensors
@@ -175,8 +173,7 @@ def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
 
 
 def _as_autocast_casts(tensors: Tensors) -> Tensors:
-    """The tensors with q, k and v cast as autocast casts them for torch's
-    scaled_dot_product_attention."""
+    """The tensors with q, k and v cast as autocast does for scaled_dot_product_attention."""
     q = tensors.q
     if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
         return tensors
@@ -279,11 +276,8 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
 
 
 def with_configs(call: AttentionCall) -> AttentionCall:
-    """The call with the argument config of both directions as configurations.
-
-    Raises:
-        TypeError, ValueError: as `FwdConfig.from_value` and `BwdConfig.from_value`.
-    """
+    """The call with the argument config of both directions as configurations. Raises TypeError,
+    ValueError as `FwdConfig.from_value` and `BwdConfig.from_value`."""
     config = FwdConfig.from_value(call.options.config)
     config_bwd = BwdConfig.from_value(call.backward.config)
     return replaced(
@@ -297,7 +291,7 @@ class PlannedMasks:
     """A call without lengths whose masks are known, all but the scale, the aux tensors and maybe
     the block lists.
 
-    `results` is `attend` on it, of which a forward of plain tensors without a graph needs little.
+    `results` is `attend` on it; a forward of plain tensors without a graph needs little of it.
     """
 
     __slots__ = ("_key", "_masks", "_options")

@@ -9,8 +9,7 @@ from flash_mask_cute.runtime.constant_result import assume_constant_result
 
 
 def why_unordered(device: torch.device) -> str | None:
-    """Why gradients of aux tensors have no fixed order of sums on a device; None if they have one.
-    Eager or traced."""
+    """Why gradients of aux tensors have no fixed order of sums on a device, or None."""
     return _why_on(device.type, device.index)
 
 

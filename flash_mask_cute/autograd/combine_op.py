@@ -73,7 +73,7 @@ def _write_combined(out_partial: Tensor, lse_partial: Tensor, out: Tensor, lse: 
         target.copy_(values)
 
 
-# of which the errors are those of the combination
+# its errors are those of the combination
 IMPLEMENTATIONS = frozenset((_combine.__code__, _combine_into.__code__))
 
 torch.library.register_fake("flash_mask_cute::combine", _empty, lib=_library)
@@ -94,8 +94,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
 def run_combine(
     out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out in dtype, and lse, from the splits in the first dimension. out: memory for out, without
-    gradients; None: new memory."""
+    """out in dtype, and lse, from splits in the first dimension. out: memory for it, or None."""
     if out is not None:
         return out, torch.ops.flash_mask_cute.combine_into(out_partial, lse_partial, out)
     out, lse = torch.ops.flash_mask_cute.combine(out_partial, lse_partial, dtype)

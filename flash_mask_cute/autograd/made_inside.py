@@ -36,8 +36,7 @@ class MadeInside(NamedTuple):
     is_constant: bool
 
     def steps_from_parts(self, steps: Steps) -> Steps:
-        """Steps from the mod as steps from its parts. Raises NotImplementedError where there are
-        none."""
+        """Steps from the mod as steps from its parts. Raises NotImplementedError if impossible."""
         for length in range(len(steps), -1, -1):
             place = self.places.get(steps[:length])
             if place is not None:
@@ -50,11 +49,8 @@ class MadeInside(NamedTuple):
 
 def parts_made_inside(value: Any) -> list[Any]:
     """Nothing if the traced region does not define this function, nor what a partial object calls;
-    else a key for `made_inside` and the values that the function holds.
-
-    Raises:
-        NotImplementedError: it holds what cannot be followed; says what.
-    """
+    else a key for `made_inside` and the values that the function holds. Raises NotImplementedError:
+    it holds what cannot be followed; says what."""
     found: list[Any] = []
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.comptime.comptime(_look)

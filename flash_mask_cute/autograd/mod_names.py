@@ -20,7 +20,7 @@ from flash_mask_cute.runtime.recent import Recent
 
 Mod: TypeAlias = Callable[..., Any]
 
-# whether Dynamo guards which function it is of which it traces id()
+# whether Dynamo guards the identity of a function where it traces id()
 _IDS_ARE_GUARDED = VERSION >= "2.13"
 # A graph has only names, so callables live here. One that runs keeps its own among those used last.
 _MOST = 1 << 14
@@ -57,11 +57,7 @@ def _guard_function(context: Any) -> None:
 
 @assume_constant_result
 def _name_of(function: Any, owner: Any) -> str:
-    """A name that stands for this object, in its present state, for as long as the process lives.
-
-    Equal callables of two objects have two names, because one of the objects may change later.
-    function, owner: of `as_constants`.
-    """
+    """A name for this object in its present state. function, owner: of `as_constants`."""
     mod = of_constants(function, owner)
     key = callable_key(mod)
     # a method is bound anew whenever it is looked up
@@ -77,11 +73,7 @@ def _name_of(function: Any, owner: Any) -> str:
 
 
 def optional_mod(name: str | None) -> Mod | None:
-    """The callable of that name.
-
-    Raises:
-        RuntimeError: no callable has that name in this process.
-    """
+    """The callable of that name. Raises RuntimeError: no callable has that name in this process."""
     if name is None:
         return None
     mod = _mods.get(name)

@@ -50,12 +50,9 @@ def mods_in_graph(
     """As `resolve_mods`, for what is traced: mods of torch become names of `mod_names`, and CuTe
     mods stay what they are.
 
-    must: mods are torch's whatever they take, as in `flex_attention`.
-
-    Raises:
-        TypeError, NotImplementedError: as `resolve_mods`; what a mod computes of captured tensors
-            alone, and what cannot be followed, are refused.
-    """
+    must: mods are torch's whatever they take, as in `flex_attention`. Raises TypeError,
+    NotImplementedError as `resolve_mods`; what a mod computes of captured tensors alone, and what
+    cannot be followed, are refused."""
     given = 0 if aux_tensors is None else len(aux_tensors)
     score_parts, mask_parts = parts_made_inside(score_mod), parts_made_inside(mask_mod)
     parts: tuple[Any, Any, Any, Any] = (
@@ -71,7 +68,7 @@ def mods_in_graph(
         mask_name = mask_mod
     mods = score_parts or score_mod, mask_parts or mask_mod
     for which, steps in functions:
-        # Dynamo guards the code of a function of which an attribute is read
+        # Dynamo guards the code of a function where an attribute of it is read
         followed(mods[which], (*steps, ("attribute", "__code__")))
     for which, steps, value in numbers:
         if followed(mods[which], steps) != value:

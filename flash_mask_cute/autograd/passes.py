@@ -31,8 +31,7 @@ _NO_TENSORS: Any = Tensors(None, None, None)  # type: ignore[arg-type]
 
 
 def refuse_dual_level() -> None:
-    """Refuse forward-mode tangents: operators would drop them, and cannot see them below
-    autograd."""
+    """Refuse forward-mode tangents, which operators would drop and cannot see below autograd."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(NO_FORWARD_MODE)
 
@@ -121,7 +120,7 @@ def restore(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> AttentionCall
         masks = replaced(masks or NO_MASKS, aux_tensors=tuple(islice(saved, ctx.num_aux)))
     tensors = Tensors(
         *(q, k, v),
-        # lse tells the backward of the sink
+        # lse holds the sink for the backward
         sink if ctx.needs_input_grad[3] else None,
         lengths,
         out=out,
@@ -141,7 +140,7 @@ def _mask_tensors(masks: Masks) -> list[Tensor]:
     if lists is not None:
         lists = lists if isinstance(lists, SelectedBlocks) else from_block_mask(lists)
         tensors += [x for x in lists if isinstance(x, Tensor)]
-    # inference tensors cannot be saved, and nothing tells when they change
+    # inference tensors cannot be saved, and nothing reports when they change
     return [x for x in tensors if x is not None and not x.is_inference()]
 
 

@@ -199,8 +199,7 @@ def to_operator(
 
 
 def _operator_scale(scale: Any) -> dict[str, Any]:
-    """The argument softmax_scale for an operator. Numbers of operators are constants of a graph if
-    they are floats, so a float that changes goes in a tensor."""
+    """softmax_scale for an operator: a changing float goes in a tensor, others are constants."""
     if isinstance(scale, Tensor):
         # a copy: what the caller's tensor holds when the backward runs does not matter
         return {"softmax_scale": None, "scale": scale.detach().clone()}
@@ -273,7 +272,7 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
 def _from_operator(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, arguments: Iterable[Any]
 ) -> AttentionCall:
-    """The call of which an operator got these arguments."""
+    """The call with these arguments of an operator."""
     x = dict(zip(_ARGUMENTS, arguments, strict=True))
     lists: Any = None
     mask = documents = None
@@ -327,8 +326,7 @@ def _config_text(config: Any, config_bwd: Any) -> str | None:
 
 
 def _as_dictionary(config: Any) -> Any:
-    """Dynamo knows dictionaries as constants, but not dataclasses, nor the copies that `asdict`
-    makes before Python 3.12."""
+    """As a dictionary, which Dynamo supports as a constant; it supports no dataclass."""
     names = _NAMES.get(type(config))
     return config if names is None else {name: getattr(config, name) for name in names}
 
@@ -519,8 +517,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any) -> 
 
 @torch.library.impl(_library, "attention_bwd", "Batched")
 def _refuse_batches(*arguments: Any) -> Any:
-    """Refuse `torch.autograd.grad(is_grads_batched=True)`; the vmap of torch.func calls once for
-    each."""
+    """Refuse `torch.autograd.grad(is_grads_batched=True)`; vmap of torch.func calls one by one."""
     names = "q", "k", "v", "learnable_sink", *_RESULTS
     for name, x in zip(names, arguments, strict=False):
         if x is not None:
@@ -554,11 +551,10 @@ def run_backward_operator(
 
 
 def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the operator's arguments as they are. In a trace their numbers may be symbols, which no
-    call, and no mask, is made of."""
+    """Save the operator's arguments as they are: in a trace their numbers may be symbols."""
     q, k, v, sink, *arguments = inputs
     out, lse, lse_low, _ = output
-    # inference tensors cannot be saved, and nothing tells when they change
+    # inference tensors cannot be saved, and nothing reports when they change
     ctx.places = [
         i for i, x in enumerate(arguments) if isinstance(x, Tensor) and not x.is_inference()
     ]
@@ -585,7 +581,7 @@ def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: 
     arguments[_AUX_POSITION] = more[: ctx.num_aux]
     for i, x in zip(ctx.places, more[ctx.num_aux :], strict=True):
         arguments[i] = x
-    # lse tells the backward of the sink
+    # lse holds the sink for the backward
     sink = sink if needs_sink else None
     dout = torch.zeros_like(out) if dout is None else dout
     results = out, lse, lse_low, dout, dlse

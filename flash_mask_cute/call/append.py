@@ -43,7 +43,7 @@ class Append(NamedTuple):
 
     k_cache, v_cache: (entries, rows, heads_kv, d), or pools of pages. k, v: the new rows (batch,
     row, heads_kv, d), or (row, heads_kv, d) with cu_seqlens_k_new. cache_seqlens: (batch,) int32,
-    the rows in use of each sequence, of which the first leftpad are padding. batch_idx: (batch,)
+    the rows in use of each sequence; the first leftpad are padding. batch_idx: (batch,)
     int32, entries of the cache, or rows of page_table (batch or more, max_pages) if there is one.
     cos, sin: (positions, pairs), which rotate the new keys, and q; q (batch, seqlen_q, heads_q, d),
     or packed with cu_seqlens_q. rotary_seqlens: (batch,) int32, the position of the first new key,
@@ -246,11 +246,8 @@ def _slots(x: Append) -> list[Slots]:
 def check_append(x: Append) -> None:
     """Refuse new rows that do not fit into the cache, and arguments that do not fit the rows.
 
-    Contents are checked on the CPU only (`cache_writes`).
-
-    Raises:
-        TypeError, ValueError: naming argument and value.
-    """
+    Contents are checked on the CPU only (`cache_writes`). Raises TypeError or ValueError, naming
+    argument and value."""
     device = x.k_cache.device
     check_tensor("q", x.q)
     if x.cu_seqlens_k_new is not None:
@@ -402,8 +399,7 @@ def _check_room(x: Append) -> None:
 
 
 def compile_append(facts: AppendFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
-    """The compiled kernel. `function` takes three tuples: the fields of `NewRows`, `Cache` and
-    `Rotary` (or None)."""
+    """The compiled kernel. `function` takes tuples: fields of `NewRows`, `Cache`, `Rotary`."""
     return by_facts(KERNEL_NAME, facts, build_append, target, cache)
 
 

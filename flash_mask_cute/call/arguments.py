@@ -79,7 +79,7 @@ class Gradients(NamedTuple):
     daux: Sequence[Tensor | None] | None = None
 
 
-# shared, so that an `is` tells a call that has none of them
+# shared, so that an `is` finds a call without any of them
 NO_LENGTHS, NO_OPTIONAL, NO_GRADIENTS = CallLengths(), OptionalTensors(), Gradients()
 
 
@@ -97,8 +97,7 @@ def lengths_of(
 
 
 def optional_of(given: Iterable[Tensor | None]) -> OptionalTensors:
-    """The optional tensors of a call, in the order of the fields, which are always the same object
-    if there are none."""
+    """The optional tensors of a call, in the order of the fields; one object if all are None."""
     found = OptionalTensors._make(given)
     return NO_OPTIONAL if all(x is None for x in found) else found
 
@@ -124,8 +123,7 @@ class Tensors(NamedTuple):
 
     @property
     def have_shared_keys(self) -> bool:
-        """Whether k and v are one batch entry for several sequences of packed queries, if they are
-        valid."""
+        """Whether k and v are one batch entry for several packed sequences, if they are valid."""
         x, of = self, self.lengths
         if of.cu_seqlens_q is None or of.cu_seqlens_k is not None or of.page_table is not None:
             return False
@@ -163,8 +161,7 @@ _BUNDLES = "lengths", "optional", "gradients"
 
 
 class Masks(NamedTuple):
-    """The masks of a call but causal and window, and what changes scores, named as arguments of the
-    host calls."""
+    """Masks of a call, except causal and window, and mods, named as in the host calls."""
 
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -194,7 +191,7 @@ def masks_of(
     columns: Tensor | ColumnMask | None,
 ) -> Masks | None:
     """The masks of a call; None if there are none."""
-    # not a chain of `is`, of which Dynamo of torch 2.9 does not know two functions from inside
+    # not a chain of `is`: Dynamo of torch 2.9 does not know two functions from inside
     has_mods = score_mod is not None or mask_mod is not None or aux_tensors is not None
     if not has_mods and lists is None and columns is None:
         return None
@@ -232,8 +229,7 @@ class Options(NamedTuple):
         return made(Options, (*self[:_SHARED], number, keys, pack_gqa, True, config, True))
 
     def of_backward(self) -> Options:
-        """Those of the backward of this forward: options of the forward alone have their
-        defaults."""
+        """Those of the backward of this forward: options of the forward alone are defaults."""
         return made(Options, self[:_SHARED] + NO_OPTIONS[_SHARED:])
 
 
@@ -299,11 +295,8 @@ class AttentionCall(NamedTuple):
 
     @staticmethod
     def from_arguments(direction: Direction, *operands: Tensor, **keywords: Any) -> AttentionCall:
-        """Made from the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`.
-
-        Raises:
-            TypeError: the call has no such keyword, or config is no configuration.
-        """
+        """Made from the arguments of `_flash_attn_fwd` or `_flash_attn_bwd`. Raises TypeError: the
+        call has no such keyword, or config is no configuration."""
         is_forward = direction is Direction.FORWARD
         positions: tuple[str, ...] = ("q", "k", "v")
         if not is_forward:
@@ -356,10 +349,7 @@ class AttentionCall(NamedTuple):
 
 def configs_of(config: Any) -> tuple[Any, Any]:
     """The argument `config` of a public function: that of the forward, and that of the backward.
-
-    Raises:
-        ValueError: it is a tuple of another length than 2.
-    """
+    Raises ValueError: it is a tuple of another length than 2."""
     if not isinstance(config, tuple):
         return config, config
     if len(config) != 2:
@@ -384,10 +374,7 @@ BY_POSITION = (
 
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     """Left and right sides, as the host calls take them, of a pair in which -1 may stand for None.
-
-    Raises:
-        ValueError: it is no pair.
-    """
+    Raises ValueError: it is no pair."""
     sides: Any = () if isinstance(window_size, Tensor) else window_size
     try:
         left, right = sides

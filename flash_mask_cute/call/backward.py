@@ -39,8 +39,7 @@ _CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
 
 
 class KernelBackward:
-    """Runs the compiled kernels on the current stream, after the kernel that stores mask bits, if
-    any."""
+    """Runs the compiled kernels on the current stream, after that of mask bits, if any."""
 
     __slots__ = (
         "_accum_shape", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",

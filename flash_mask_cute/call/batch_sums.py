@@ -166,7 +166,7 @@ def traits_of(
     )
 
 
-# Classes of which the main kernel adds scores, or lines of scores, one by one.
+# Classes where the main kernel adds scores, or lines of scores, one by one.
 _ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
 
 
@@ -181,8 +181,7 @@ def _is_possible(plan: ExecutionPlan) -> bool:
 
 
 def _has_lengths_or_lists(problem: AttentionProblem) -> bool:
-    """Whether sequences have lengths of their own, or a mask hides other scores of each of them,
-    unless its bits are stored."""
+    """Whether sequences differ in length, or in masks whose bits are not stored."""
     others = (
         *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
         *(problem.has_softcap, problem.has_lists, problem.has_bits, problem.has_selected),

@@ -227,7 +227,7 @@ def build_bwd(
     target: Target,
     mods: Mods = NO_MODS,
 ) -> Compiled:
-    """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` tells."""
+    """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` reports."""
     from flash_mask_cute.rules.intervals import Intervals
 
     tiles = asdict(choice.tiles)

@@ -15,11 +15,8 @@ from flash_mask_cute.cpu.append import Slots
 def check_entries_once(entries: Sequence[int], seqlens_new: Sequence[int]) -> None:
     """Refuse two sequences that write into one entry of the cache; what is only read may be shared.
 
-    entries: cache_batch_idx. seqlens_new: new rows of each sequence.
-
-    Raises:
-        ValueError: naming the entry and both sequences.
-    """
+    entries: cache_batch_idx. seqlens_new: new rows of each sequence. Raises ValueError, naming the
+    entry and both sequences."""
     writers: dict[int, int] = {}
     for sequence, (entry, count) in enumerate(zip(entries, seqlens_new, strict=True)):
         if count and writers.setdefault(entry, sequence) != sequence:
@@ -31,13 +28,9 @@ def check_entries_once(entries: Sequence[int], seqlens_new: Sequence[int]) -> No
 
 def check_written_once(slots: Sequence[Slots]) -> None:
     """Refuse a row of a page that two new rows are written into; pages that are only read may be
-    shared, and so may those of which each sequence writes other rows.
+    shared, and so may those where each sequence writes other rows.
 
-    slots: of each sequence.
-
-    Raises:
-        ValueError: naming the page, its row and the sequences.
-    """
+    slots: of each sequence. Raises ValueError, naming the page, its row and the sequences."""
     writers: dict[tuple[int, int], int] = {}
     for sequence, (pages, rows) in enumerate(slots):
         for place in zip(pages.tolist(), rows.tolist(), strict=True):
@@ -53,12 +46,8 @@ def check_rotary_rows(rows: int, capacity: int | None, longest: int) -> None:
     """Refuse tables without a row for each position that shapes allow.
 
     rows: of the tables. capacity: rows that the cache has for a sequence, if new keys are rotated
-    by where they go; None: rotary_seqlens says by what. longest: rows of k, or of q, of which each
-    has a position of its own.
-
-    Raises:
-        ValueError: naming the tables and both numbers.
-    """
+    by where they go; None: rotary_seqlens says by what. longest: rows of k, or of q, where each has
+    a position of its own. Raises ValueError, naming the tables and both numbers."""
     least, why = longest, "rows of a sequence in k or q"
     if capacity is not None and capacity >= longest:
         least, why = capacity, "rows that the cache has for a sequence"
@@ -72,12 +61,9 @@ def check_rotary_rows(rows: int, capacity: int | None, longest: int) -> None:
 def check_rotary_positions(rows: int, by: str, positions: Sequence[range]) -> None:
     """Refuse positions outside of the tables.
 
-    rows: of the tables. by: the name of the argument that tells the first position of a sequence.
-    positions: those of each sequence, in k and q.
-
-    Raises:
-        ValueError: naming the argument, the sequence and its positions.
-    """
+    rows: of the tables. by: the name of the argument with the first position of a sequence.
+    positions: those of each sequence, in k and q. Raises ValueError, naming the argument, the
+    sequence and its positions."""
     for sequence, x in enumerate(positions):
         if len(x) and (x.start < 0 or x.stop > rows):
             raise ValueError(

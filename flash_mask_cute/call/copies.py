@@ -83,8 +83,7 @@ class AsBytes(NamedTuple):
 
 
 def split_scale(softmax_scale: float) -> tuple[float, float]:
-    """(factor, scale): scores are those of q * factor, times a positive scale. The factor is 1, -1
-    or 0."""
+    """(factor, scale): scores are those of q * factor, times scale > 0. factor: 1, -1 or 0."""
     if abs(softmax_scale) < LEAST_SCALE:
         return 0.0, 1.0
     return (1.0, softmax_scale) if softmax_scale > 0 else (-1.0, -softmax_scale)
@@ -102,15 +101,13 @@ def has_shared_kv(call: AttentionCall) -> bool:
 
 
 def input_conversion(tensor: Tensor, factor: float = 1.0) -> Copy | Restrided | None:
-    """The conversion of a 16-bit tensor that kernels read by TMA, times a factor of
-    `split_scale`."""
+    """The conversion of a 16-bit tensor for TMA, times a factor of `split_scale`."""
     why = ", ".join(filter(None, (_unreadable(tensor), _SIGNS.get(factor))))
     return Copy(why, factor) if why else output_conversion(tensor)
 
 
 def byte_conversion(tensor: Tensor) -> Conversion:
-    """The conversion of a checked tensor in fp8, whose strides kernels can read except for those of
-    extents of 1."""
+    """The conversion of a checked tensor in fp8: strides of extents of 1 are replaced."""
     step = ADDRESS_MASK + 1
     strides = tuple(
         stride if size != 1 or (stride and stride % step == 0) else tensor.shape[-1]

@@ -86,7 +86,7 @@ class FixedSplits(NamedTuple):
 
     def memory_shape(self, tiles: FwdTiles, head_dim_v: int, num_ctas: int) -> tuple[int, ...]:
         """The fp32 memory of fixed splits in sequence (`RunningSums`), for so many CTAs."""
-        # a thread has two rows, of which each of four threads has a quarter
+        # a thread has a quarter of each of two rows
         columns = -(-head_dim_v // 16) * 16 // 4
         vectors = 2 + _ROWS_PER_THREAD * columns // _VECTOR
         return num_ctas, vectors, 2 * tiles.tile_m, _VECTOR
@@ -158,7 +158,7 @@ class ShortTile(NamedTuple):
 
 
 class SharedSums(NamedTuple):
-    """numbers: of the aux tensors. parts: of the batch. once: those of which no two scores of an
+    """numbers: of the aux tensors. parts: of the batch. once: those where no two scores of an
     entry read the same element: they have one owner, and sums for each part. The others have sums
     to which CTAs add; exact: those of them with exact sums (`mods/fixed_point_sums.py`). short: the
     kernel makes all gradients, and no other one runs after the preprocess."""
@@ -289,8 +289,7 @@ class ExecutionPlan:
         return self.direction is Direction.FORWARD and is_read
 
     def with_choice(self, choice: FwdChoice | BwdChoice) -> ExecutionPlan:
-        """The plan with these tiles; they determine packing, and the form in which it takes block
-        lists."""
+        """The plan with these tiles, which determine packing and the form of block lists."""
         problem = self.problem
         if isinstance(choice, FwdChoice):
             problem = replace(problem, packed_heads=choice.packed_heads)

@@ -124,11 +124,8 @@ def explain_fwd(
     call: AttentionCall, named: Target | None = None, keeps_code: bool = False
 ) -> Explanation:
     """Explain a forward, compiling its kernel if necessary. named: the target, instead of that of
-    q's device. keeps_code: compile it anew, for its PTX and machine code.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as the call would.
-    """
+    q's device. keeps_code: compile it anew, for its PTX and machine code. Raises TypeError,
+    ValueError, NotImplementedError as the call would."""
     device = str(call.tensors.q.device)
     dense = plan(call, named or target_of(call.tensors.q))
     if dense.in_16_bits is not None:
@@ -219,8 +216,7 @@ def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
 def _compiled_facts(
     run: ExecutionPlan, device: str, notes: list[str], keeps_code: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The compiler's facts about the kernel, and its code; adds remarks for the reader to
-    `notes`."""
+    """The compiler's facts about the kernel, and its code; adds remarks to `notes`."""
     if run.backend is Backend.CPU:
         notes.append(f"no kernel takes {run.problem.dtype}: such tensors run on the CPU only")
         return {}, {}
@@ -238,8 +234,7 @@ def _compiled_facts(
 
 
 def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
-    """The values on a device that counting tiles would have to read, with a verb for the
-    message."""
+    """The values on a device that counting tiles would read, with a verb for the message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
     of = x.lengths
     lengths = *of.of_sequences()[:4], of.q_starts, x.optional.causal_per_seq
@@ -254,8 +249,7 @@ def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | N
 
 
 def _to_count(run: ExecutionPlan) -> ExecutionPlan:
-    """The plan whose sequences are counted, with the tiles of the kernel. The host does not know
-    documents found on the device."""
+    """The plan whose sequences are counted: not documents that only the device knows."""
     if run.without_bits is None or not isinstance(run.mask_bits, DocumentBitsPlan):
         return run
     return replace(run.without_bits, choice=run.choice)

@@ -163,8 +163,7 @@ def _explain_selection(call: AttentionCall, backward: ExecutionPlan) -> str:
 
 
 def _backward_call(call: AttentionCall) -> AttentionCall:
-    """The backward of a call, with stand-ins for its results and their gradients, which take no
-    memory: plans read no contents."""
+    """The backward of a call, with stand-ins without memory for its results and gradients."""
     x, masks = call.tensors, call.masks or NO_MASKS
     # not those of the plan, which may be for packed sequences
     *batch, rows, heads, _ = x.q.shape

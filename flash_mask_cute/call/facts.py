@@ -59,11 +59,8 @@ class CallFacts:
 
     @staticmethod
     def of(call: AttentionCall, target: Target | None) -> CallFacts:
-        """Check a call, and read its facts. target: as for `plan`.
-
-        Raises:
-            TypeError, ValueError, NotImplementedError: naming argument and value.
-        """
+        """Check a call, and read its facts. target: as for `plan`. Raises TypeError, ValueError,
+        NotImplementedError, naming argument and value."""
         shapes, options, q = check_inputs(call), call.options, call.tensors.q
         masks = ResolvedMasks.of(call, shapes)
         sides = options.window_size_left, options.window_size_right
@@ -127,8 +124,7 @@ class CallFacts:
 def _with_causal_sequences(
     causal_per_seq: torch.Tensor | None, window: FoldedWindow
 ) -> tuple[bool, FoldedWindow]:
-    """Whether a kernel asks which sequences are causal, and the window, of which they shorten the
-    right side. The window of all others may be as wide as any sequence."""
+    """Whether a kernel asks which sequences are causal, and the window without that right side."""
     right = window.right
     if causal_per_seq is None or window.is_causal or (right is not None and right <= 0):
         return False, window

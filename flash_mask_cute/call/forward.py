@@ -85,7 +85,7 @@ def build_fwd(
     target: Target,
     mods: Mods = NO_MODS,
 ) -> Compiled:
-    """Compile now. `meta`: smem_bytes, and what `compile_object` tells."""
+    """Compile now. `meta`: smem_bytes, and what `compile_object` reports."""
     from flash_mask_cute.rules.intervals import Intervals
 
     kernel = arch_spec(target).forward.load_class()(
@@ -125,8 +125,7 @@ _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 
 
 class KernelForward:
-    """Runs a compiled kernel on the current stream, after the kernel that stores mask bits, if
-    any."""
+    """Runs a compiled kernel on the current stream, after that of mask bits, if any."""
 
     __slots__ = (
         "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
@@ -230,8 +229,7 @@ class KernelForward:
 
 
 def _picker(problem: AttentionProblem) -> Callable[[tuple[Tensor | None, ...]], tuple[Any, ...]]:
-    """A function that takes the fields of `OptionalTensors` and then a None, and returns the fields
-    that the kernel reads, with None in place of the others."""
+    """A function that picks from (*OptionalTensors, None) the fields that the kernel reads."""
     fields = OptionalTensors._fields
     return itemgetter(*(i if problem.has(name) else len(fields) for i, name in enumerate(fields)))
 
@@ -342,8 +340,7 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def tile_counter(q: Tensor, index: int) -> Tensor:
-    """Two zeros on q's device, the current device. The kernel leaves them as zeros. Launches that
-    may overlap get their own."""
+    """Two zeros on q's device, zeros again after the kernel. Launches that overlap get others."""
     # A captured launch may overlap any other when its graph is replayed.
     if index < 0 or _is_capturing():
         return q.new_zeros((2,), dtype=torch.int32)
@@ -377,8 +374,7 @@ def _new_counter(device: torch.device) -> Tensor:
 
 
 def count_writing(*tensors: Tensor) -> None:
-    """Tell torch that tensors of the caller change, because it does not see writes by a kernel. So
-    a backward that saved them notices."""
+    """Tell torch that a kernel writes to tensors, so that backwards that saved them notice."""
     torch._C._increment_version(tensors)
 
 

@@ -42,11 +42,8 @@ class WithGivenOutputs:
         self._direction = direction
 
     def proved_for(self, addresses: Any, call: AttentionCall) -> PreparedFwd | PreparedBwd:
-        """What runs the call, of whose tensors these are the addresses.
-
-        Raises:
-            ValueError: an element of an output lies in memory of an input or of another output.
-        """
+        """What runs the call, of whose tensors these are the addresses. Raises ValueError: an
+        element of an output lies in memory of an input or of another output."""
         if addresses not in self.proved:
             check_outputs_apart(_outputs_of(call.tensors, self._direction), inputs_of(call))
             if len(self.proved) >= _MOST_PROVED:

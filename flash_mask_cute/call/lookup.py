@@ -30,11 +30,8 @@ def mask_key(masks: Masks) -> tuple[Any, ...]:
 
     For tensors it holds what determines the code and the checks: extents, but only the number of
     dimensions of aux tensors. Strides are run-time values. For callables it holds everything they
-    reach, looked up anew each time.
-
-    Raises:
-        AttributeError, TypeError, ValueError: no valid call has such arguments.
-    """
+    reach, looked up anew each time. Raises AttributeError, TypeError, ValueError: no valid call has
+    such arguments."""
     score_mod, mask_mod, aux_tensors, lists, columns = masks
     lists_key = columns_key = None
     if lists is not None:

@@ -125,12 +125,11 @@ def with_mask_bits(facts: CallFacts, plan: ExecutionPlan, limits: Limits) -> Exe
 
 
 def _choose_mask_bits(plan: ExecutionPlan, can_pack: bool, limits: Limits) -> MaskBitsPlan | None:
-    """The plan for the bits that all heads share; None if there is no room for them. plan: of a
-    kernel with the tiles of one that reads bits."""
+    """The plan for bits that all heads share; None: no room. plan: of a kernel that reads bits."""
     problem, shapes, masks = plan.problem, plan.shapes, plan.masks
     tiles, target = plan.bit_tiles, plan.target
     if isinstance(plan.choice, BwdChoice) and plan.choice.tiles.cta_pair:
-        # a part of a walk may lie behind its sequence, which places do not tell
+        # a part of a walk may lie after its sequence, which places do not show
         can_pack = False
         if problem.varlen_k:
             return None
@@ -188,8 +187,7 @@ def _choose_for_sequences(
 def _may_hold_documents(
     problem: AttentionProblem, shapes: FwdShapes, target: Target, limits: Limits
 ) -> bool:
-    """Whether a call is large enough to search for documents, and nothing in it needs positions
-    inside them."""
+    """Whether a call is large enough to search for documents, and needs no positions in them."""
     work_tiles = shapes.batch * shapes.heads_q * (shapes.seqlen_q // QUERY_BLOCK)
     return (
         shapes.seqlen_q == shapes.seqlen_k > DOCUMENT_STRIDE
@@ -204,11 +202,7 @@ def _num_blocks(shapes: FwdShapes, tiles: BitTiles) -> int:
 
 
 def _blocks_per_launch(plan: ExecutionPlan, entries: int, limits: Limits) -> int | None:
-    """Number of query blocks that a launch computes; None if there is no room for bits.
-
-    A forward with more pairs than fit computes some rows of all heads at a time; a backward does
-    not.
-    """
+    """Query blocks of a launch (a forward may be cut into several); None: no room for bits."""
     shapes, tiles = plan.shapes, plan.bit_tiles
     blocks = _num_blocks(shapes, tiles)
     if entries * shapes.seqlen_q * shapes.seqlen_k <= limits.max_pairs:

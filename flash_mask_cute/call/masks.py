@@ -39,11 +39,8 @@ class ResolvedMasks(NamedTuple):
 
     @staticmethod
     def of(call: AttentionCall, shapes: FwdShapes) -> ResolvedMasks:
-        """Made from a call that passed `check_inputs`, which returned its extents.
-
-        Raises:
-            TypeError, ValueError: block lists do not fit the problem.
-        """
+        """Made from a call that passed `check_inputs`, which returned its extents. Raises
+        TypeError, ValueError: block lists do not fit the problem."""
         masks, options, lists, selected = call.masks or NO_MASKS, call.options, None, None
         if isinstance(masks.block_sparse_tensors_torch, SelectedBlocks):
             selected = masks.block_sparse_tensors_torch

@@ -52,11 +52,8 @@ def plan(
     """Check a call, and plan its execution.
 
     target: the target of the kernels. None: that of q's device, and the CPU path for a CPU tensor.
-    limits: sizes of calls whose mask bits are shared, instead of `LIMITS`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: naming argument and value.
-    """
+    limits: sizes of calls whose mask bits are shared, instead of `LIMITS`. Raises TypeError,
+    ValueError, NotImplementedError, naming argument and value."""
     facts = CallFacts.of(call, target)
     found = with_tiles(facts, kernel_problem(facts))
     if packs_documents(call):

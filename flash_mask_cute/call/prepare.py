@@ -36,10 +36,7 @@ from flash_mask_cute.runtime.target import Target
 
 def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFwd:
     """The prepared forward. target: the target of its kernels, instead of that of q's device.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: naming argument and value.
-    """
+    Raises TypeError, ValueError, NotImplementedError, naming argument and value."""
     refuse_transforms()
     return prepared_fwd(plan(call, target))
 

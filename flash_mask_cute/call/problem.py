@@ -215,8 +215,7 @@ class AttentionProblem:
 
     @property
     def causal_each(self) -> bool:
-        """Whether a forward reads, beside a right side of the window, which sequences are
-        causal."""
+        """Whether a forward reads which sequences are causal, beside a right window side."""
         return self.has("causal_per_seq")
 
     @property
@@ -255,8 +254,7 @@ class AttentionProblem:
 
     @property
     def functions_under_causal(self) -> bool:
-        """Whether a soft cap or a score_mod computes functions of scores, and causal masking is the
-        only mask."""
+        """Whether softcap or a score_mod computes functions, and causal is the only mask."""
         masks = replace(self, score_mod=None).tuning_class
         return (self.has_softcap or self.score_functions) and masks is TuningClass.CAUSAL
 
@@ -338,8 +336,7 @@ def sink_dtype(sink: torch.Tensor) -> torch.dtype:
 
 
 class Padding(NamedTuple):
-    """Gradients that may have rows behind their last sequence, which must be zeroed: new packed
-    ones."""
+    """Gradients whose rows after the last sequence must be zeroed: new packed ones."""
 
     dq: bool = False
     dk: bool = False

@@ -3,7 +3,7 @@
 Query lists have, for each key block, the queries that chose it. The kernel visits these queries
 alone, with all heads of a group at once, so what neighbouring queries share does not matter. Calls
 that this rule leaves out take the selection as bits, which all backward kernels read. `explain`
-tells which of both it is, and why.
+reports which it is, and why.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = MOST_HEADS = 64
 TILES_N = (128, 64)
 # a warpgroup sums half of the columns, in one part
 _DIMS = "up to 64, or from 97 to 128"
-# rows of a range of queries, of which little leaves the L2 cache again: at least so many bytes, and
+# rows of a range of queries, most of which stay in the L2 cache: at least so many bytes, and
 # at most
 L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20
 # blocks of queries that a work tile should visit in a range, where selections are random
@@ -35,8 +35,7 @@ _MOST_NUMBERED = 1 << 31
 
 
 def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
-    """The reason why a backward with a selection takes it as bits, or None: it takes query
-    lists."""
+    """Why a backward with a selection takes it as bits, or None: it takes query lists."""
     selected, shapes, spec = facts.masks.selected, facts.shapes, facts.spec
     assert selected is not None
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 0
@@ -66,8 +65,7 @@ def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
 
 
 def _heads_of_masks(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> int:
-    """How many heads there are, neighbours together, each of which sees other keys by a mask_mod
-    or column intervals: 1, heads_kv or heads_q."""
+    """How many groups of neighbouring heads masks differ by: 1, heads_kv or heads_q."""
     heads = 1
     if masks.column_mask is not None:
         heads = masks.column_mask.startend_row_indices.shape[1]
@@ -85,8 +83,8 @@ def with_query_lists(facts: CallFacts, problem: AttentionProblem) -> AttentionPr
     tile_n = next(n for n in TILES_N if selected.block_size % n == 0)
     hides = problem.mask_mod is not None or problem.intervals is not None
     heads = _heads_of_masks(problem, shapes, masks) if hides else 1
-    # Where LSE of one head tells which queries see nothing, these are in no list. LSE of a sink
-    # does not tell it, nor does one of modified scores: a score_mod may make those of a head -inf.
+    # Where LSE of one head shows which queries see nothing, these are in no list. LSE of a sink
+    # does not show it, nor does one of modified scores: a score_mod may make those of a head -inf.
     is_modified = problem.score_mod is not None
     has_sink = call.tensors.learnable_sink is not None
     lse_tells = heads in (1, selected.heads) and not (has_sink or is_modified)

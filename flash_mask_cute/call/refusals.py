@@ -76,7 +76,7 @@ def refuse_large_selection(facts: CallFacts) -> None:
     num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(seqlen_k))
     if num_bytes > MOST_BIT_BYTES:
         raise NotImplementedError(
-            f"block_sparse_tensors would take {num_bytes} bytes as bits of blocks, of which a "
+            f"block_sparse_tensors would take {num_bytes} bytes as bits of blocks, and a "
             f"{facts.call.direction.value} takes up to {MOST_BIT_BYTES}: choose larger blocks, or "
             f"compute fewer queries in a call; got block_size {selected.block_size}, indices of "
             f"shape {tuple(selected.indices.shape)} and {seqlen_k} keys"

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class BwdScratch(NamedTuple):
-    """Shapes of tensors of 4-byte elements that each call allocates; None: not there.
+    """Shapes of tensors of 4-byte elements that each call allocates; None: not used.
 
     stats: LSE and delta of query rows, and more (`core/row_blocks.py`). dq_sums: dQ in fp32.
     semaphores: turns of the CTAs that add to dQ. sink_parts: sums of the sink's gradient.

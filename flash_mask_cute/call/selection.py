@@ -30,7 +30,7 @@ def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan
 
     The only query of a sequence decides for whole tiles of keys. Then the kernel reads its entries,
     and nothing is launched before it. A mask_mod that does not use the head is evaluated once for
-    the heads that share a tile, of which there are many, since a selection packs them.
+    the heads that share a tile: many, since a selection packs them.
     """
     selected, mask_mod = facts.masks.selected, facts.masks.mask_mod
     problem, shapes, tile_n = plan.problem, facts.shapes, plan.fwd_choice.tiles.tile_n
@@ -71,8 +71,7 @@ def explain_selection(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
 
 
 def _union(run: ExecutionPlan, selected: SelectedBlocks, cu_seqlens_q: Tensor | None) -> str:
-    """How many blocks queries chose, and tiles of them, by the entries of a selection on the CPU.
-    Blocks behind a sequence's end or hidden by other masks count as well."""
+    """Blocks of queries and of tiles, by a selection on the CPU. Hidden ones count as well."""
     on_device = selected.indices.is_cuda or (cu_seqlens_q is not None and cu_seqlens_q.is_cuda)
     if on_device or run.shapes.is_empty:
         why = "the selection is on the device" if on_device else "there is nothing to compute"

@@ -66,11 +66,8 @@ def aligned_chunks(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
 
 
 def refuse_splits(problem: AttentionProblem, what: str) -> None:
-    """Refuse results that splits do not have. what: of the call asks for splits.
-
-    Raises:
-        NotImplementedError: lse_low or max_scores are asked for, too.
-    """
+    """Refuse results that splits do not have. what: of the call asks for splits. Raises
+    NotImplementedError: lse_low or max_scores are asked for, too."""
     for name in ("lse_low", "max_scores"):
         if getattr(problem, f"needs_{name}"):
             raise NotImplementedError(
@@ -104,11 +101,8 @@ def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
 def _choose_split(facts: CallFacts, problem: AttentionProblem) -> str | None:
     """BY_ROWS, BY_STREAM_K, or None: one pass.
 
-    Tiles that the caller chose are for one pass, unless the caller also asks for splits.
-
-    Raises:
-        NotImplementedError: num_splits is requested together with lse_low or max_scores.
-    """
+    Tiles that the caller chose are for one pass, unless the caller also asks for splits. Raises
+    NotImplementedError: num_splits is requested together with lse_low or max_scores."""
     num_splits, shapes, window = facts.call.options.num_splits, facts.shapes, facts.window.visible
     if num_splits > 1:
         refuse_splits(problem, f"num_splits={num_splits}")
@@ -289,7 +283,7 @@ class CombinedForward:
     def __call__(
         self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None = None
     ) -> None:
-        """Combine the splits in the scratch memory, of which the first has the sink."""
+        """Combine the splits in the scratch memory; the first one has the sink."""
         of_out, of_lse, of_low, pending, _ = partials
         self._function(of_out, of_lse, of_low, pending, *by_rows(out, lse, self._is_packed))
 
@@ -318,10 +312,7 @@ def by_rows(out: Tensor, lse: Tensor | None, is_packed: bool) -> tuple[Tensor, T
 
 def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:
     """Refuse partial results that the kernel cannot combine, which torch combines on the CPU.
-
-    Raises:
-        TypeError, NotImplementedError: naming argument and value.
-    """
+    Raises TypeError, NotImplementedError, naming argument and value."""
     for name, dtype in (("out_partial", out_partial.dtype), ("out_dtype", out_dtype)):
         if dtype == torch.float64:
             raise TypeError(f"{name} must be float32, bfloat16 or float16 on a GPU, got {dtype}")

@@ -115,8 +115,7 @@ def _choose_tables(facts: CallFacts, plan: ExecutionPlan) -> DifferenceTables | 
 
 
 def _spare_smem(plan: ExecutionPlan) -> tuple[int, bool]:
-    """Bytes of shared memory in which a kernel may sum gradients by difference, and whether its
-    MMA warps may."""
+    """Bytes of shared memory for sums by difference, and whether MMA warps may sum."""
     choice, kernel = plan.choice, arch_spec(plan.target).backward
     if isinstance(choice, FwdChoice) or kernel.load_limits is None:
         return 0, False
@@ -200,7 +199,7 @@ def _span_of(terms: Sequence[DifferenceTerm], length: int) -> Span | None:
 
 
 def values_of(terms: Sequence[DifferenceTerm], length: int) -> torch.Tensor:
-    """The sum of terms at each position, without those of which only the span is known."""
+    """The sum of terms at each position, without those known by their span alone."""
     place = torch.arange(length, device="cpu")
     total = torch.zeros_like(place)
     for term in terms:
@@ -221,8 +220,7 @@ def compile_difference_tables(
     target: Target,
     cache: CompileCache = CACHE,
 ) -> Compiled:
-    """The compiled kernel, from the cache or built now. `function` takes the tables and the aux
-    tensors, as tuples."""
+    """The compiled kernel, cached or new. `function` takes tuples: tables, and aux tensors."""
     facts = problem.score_mod, problem.aux, tables.reads, tables.dtypes
     return cache.get(
         NAME,

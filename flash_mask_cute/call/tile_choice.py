@@ -74,8 +74,7 @@ def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
 
 
 def _within_tables(problem: AttentionProblem, most: int) -> AttentionProblem:
-    """The problem with head dimensions that kernels have, up to `most`, whose tiles the CPU path
-    takes."""
+    """The problem with kernels' head dimensions, up to `most`: the CPU path takes their tiles."""
     head_dims = (problem.head_dim, problem.head_dim_v)
     if max(head_dims) <= most:
         return problem

@@ -66,8 +66,7 @@ class Channel:
 
     @property
     def _scope(self) -> MemScopeKind:
-        """Threads for which an arrival orders what came before it. The compiler's default is those
-        of one CTA, even on the mbarrier of another CTA."""
+        """Threads for which an arrival orders earlier accesses: by default those of one CTA."""
         return MemScopeKind.CTA if self.home is None else MemScopeKind.CLUSTER
 
     @property
@@ -125,8 +124,7 @@ class Channel:
         cute.arch.mbarrier_wait(self.full + at.index, at.phase)
 
     def is_full(self, number: Int32) -> Boolean:
-        """Whether fill `number` is complete; call it only after the previous fill of the stage
-        completed."""
+        """Whether fill `number` is complete; the stage's previous fill must have completed."""
         at = Cursor(number, self.stages)
         return Boolean(cute.arch.mbarrier_test_wait(self.full + at.index, at.phase))
 

@@ -27,8 +27,7 @@ def thread_in_warpgroup() -> Int32:
 def swizzled(
     memory: Any, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric] | None = None
 ) -> cute.Tensor:
-    """The tensor with a layout in a member of a CTA's storage; dtype: if it differs from the
-    member's."""
+    """The tensor with a layout in a member of a CTA's storage. dtype: if not the member's."""
     return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
 

@@ -74,7 +74,7 @@ def exp2_of_line(numbers: Pair, line: Pair, coefficients: Sequence[float]) -> Pa
     numbers take registers.
 
     Exactly 0 for -inf, infinity for overflow and for NaN: a saturating multiply-add holds an
-    exponent to the range, in place of two comparisons, and is 0 for what is not a number. It rounds
+    exponent to the range, in place of two comparisons, and is 0 for NaN. It rounds
     an exponent by up to 1.6e-5. So the polynomial is to be continuous.
     """
     held = tuple(_saturated_fma(number, *line) for number in numbers)
@@ -94,7 +94,7 @@ def _pair_power(fraction: Pair, shifted: Pair, coefficients: Sequence[float]) ->
 
 
 def _saturated_fma(a: Float32, b: Float32, c: Float32) -> Float32:
-    """a * b + c from 0 to 1, and 0 for what is not a number."""
+    """a * b + c from 0 to 1, and 0 for NaN."""
     return cute.arch.inline_ptx(
         "fma.rn.sat.f32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Float32],

@@ -25,8 +25,7 @@ class KeySchedule(NamedTuple):
     grid: Int32
 
     def by_entries(self) -> "KeySchedule":
-        """The schedule where the batch entries of a head take turns, a few at a time
-        (`TileScheduler.entries_first`)."""
+        """The schedule that alternates between a head's batch entries (`entries_first`)."""
         params = self.params
         together = cutlass.min(params.num_batch, Int32(ENTRIES_TOGETHER))
         together = cutlass.max(params.heads_per_group, together)

@@ -89,7 +89,7 @@ class LoadState(NamedTuple):
     """Number of key blocks loaded so far, and the value block to load next.
 
     v_pages, next_pages: looked up for the value block, and for the block before it, which a walk
-    usually visits next, or for next_block, if walks tell it: the place of this lane's box of the
+    usually visits next, or for next_block, if walks report it: the place of this lane's box of the
     block, or `BlockRows`. k_ready, v_ready: number of those blocks that were handed over. cuts: of
     blocks that were cut, where this warp makes the bits of these.
     """
@@ -386,8 +386,7 @@ class OperandLoads:
         cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier, **more or {})
 
     def _key(self, place: HeadKeys, block: Int32, box: Int32) -> Int32:
-        """The first key of a box of a block. A box behind the sequence's end gets its last key,
-        whose row can be read."""
+        """The first key of a box of a block; after the sequence's end, its last key."""
         key = block * self.shape.tile_n + box * self.shape.page_box
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
@@ -408,8 +407,7 @@ class OperandLoads:
     def _ask_for_scales(
         self, scales: cute.Tensor | None, place: HeadKeys, pages: PageRow | BlockRows
     ) -> None:
-        """Ask for the scales of a block's rows to be brought into the L2 cache: who converts the
-        block waits for them."""
+        """Prefetch the scales of a block's rows into the L2 cache for the warps that convert it."""
         if scales is None:
             return
         for page, row in zip(*pages, strict=True) if self._by_rows else self._rows_of_boxes(pages):
@@ -425,8 +423,7 @@ class OperandLoads:
 
     @property
     def _settles_late(self) -> bool:
-        """Whether pages are settled when their block is loaded, a block after they were looked up:
-        not between fences, which wait for loads."""
+        """Whether pages are settled when their block is loaded: not between fences that wait."""
         return self._by_rows and not self._hands_over
 
     def _settled(self, pages: PageRow | BlockRows) -> PageRow | BlockRows:

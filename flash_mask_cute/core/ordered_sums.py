@@ -105,10 +105,8 @@ class RunningSums(NamedTuple):
 
     @staticmethod
     def create(given: tuple | None) -> "RunningSums":
-        """Made from the argument of a launch.
-
-        :raises ValueError: it is not for fixed splits in sequence
-        """
+        """Made from the argument of a launch. Raises ValueError: it is not for fixed splits in
+        sequence."""
         if given is None or len(given) != len(RunningSums._fields):
             raise ValueError(
                 "mPartials must be the memory of fixed splits in sequence, and their blocks"
@@ -121,9 +119,7 @@ def destination_of(
 ) -> Partials | RunningSums | None:
     """Where a launch of a kernel with this `split` leaves results that are not those of rows yet.
 
-    has_low: scores may have any size.
-
-    :raises ValueError: such a kernel does not take this argument
+    has_low: scores may have any size. Raises ValueError: such a kernel does not take this argument.
     """
     if split == SEQUENTIAL_SPLITS:
         return RunningSums.create(given)

@@ -61,10 +61,8 @@ class Pages(NamedTuple):
         leftpad: cute.Tensor | None = None,
     ) -> "Pages | None":
         """Made from the arguments of a launch of a kernel with this `page_box`; k, v: the pools.
-
-        :raises ValueError: there is a table without page_box, or page_box without a table; or
-            leftpad for a kernel that loads boxes, in which keys need not lie side by side
-        """
+        Raises ValueError: there is a table without page_box, or page_box without a table; or
+        leftpad for a kernel that loads boxes, in which keys need not lie side by side."""
         if (table is not None) != (page_box is not None):
             raise ValueError(f"mPageTable must fit the kernel's page_box, {page_box}")
         if table is None:

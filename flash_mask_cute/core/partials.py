@@ -80,10 +80,7 @@ class Partials(NamedTuple):
     @staticmethod
     def create(given: tuple | None, split: str | None, has_low: bool) -> "Partials | None":
         """Made from the argument of a launch of a kernel with this `split`, whose scores may have
-        any size (has_low).
-
-        :raises ValueError: such a kernel does not take this argument
-        """
+        any size (has_low). Raises ValueError: such a kernel does not take this argument."""
         if (given is not None) != (split is not None):
             raise ValueError(f"mPartials must fit the kernel's split, {split!r}")
         if given is None:

@@ -29,7 +29,7 @@ class Item(NamedTuple):
 
 class QueryLists(NamedTuple):
     """tokens: int32 (1 | heads_kv, entries), numbers of queries in their sequences. items: int32
-    (1 | heads_kv, items, ITEM_WORDS), of which the first num_items (1 | heads_kv,) exist."""
+    (1 | heads_kv, items, ITEM_WORDS); the first num_items (1 | heads_kv,) exist."""
 
     tokens: cute.Tensor
     items: cute.Tensor

@@ -40,8 +40,7 @@ class Ring:
         self.channel.publish(number)
 
     def read(self, number: Int32, num_words: int) -> list[Int32]:
-        """The first words of entry `number`; call it between waiting for the entry and releasing
-        it."""
+        """The first words of entry `number`, between waiting for it and releasing it."""
         index = self.channel.index(number)
         return [self.entries[i, index] for i in range(num_words)]
 

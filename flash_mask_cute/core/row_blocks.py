@@ -80,8 +80,7 @@ def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int, packed_heads: int 
 
 
 def by_lanes(groups: int) -> cute.Layout:
-    """(4, lane, column group, warp): the sums of a key block to which CTAs add, in each group value
-    by value."""
+    """(4, lane, column group, warp): sums of a key block, in each group value by value."""
     return cute.make_layout((4, 32, groups, 8), stride=(32, 1, 128, 128 * groups))
 
 
@@ -173,7 +172,7 @@ def are_uneven(cols: int, num_ctas: int) -> bool:
     return num_ctas > 1 and len(column_parts(dq_columns(cols, num_ctas))) > 1
 
 
-# columns of dQ of which a thread has registers for all
+# columns of dQ that all fit into a thread's registers
 MAX_TURN_COLS = 96
 
 

@@ -81,8 +81,7 @@ class RowCopies:
         return BlockRows(zeros, zeros)
 
     def look_up(self, batch_idx: Int32, block: Int32, seqlen_k: Int32) -> BlockRows:
-        """The places of the rows of a block of a sequence, with page numbers as the table has
-        them, which nobody waits for before `settled`."""
+        """Places of the rows of a sequence's block, with unsettled page numbers (`settled`)."""
         pages, rows = [], []
         for group in range(self.num_groups):
             key = block * self.tile_n + self._row(group * WARP + cute.arch.lane_idx())
@@ -98,8 +97,7 @@ class RowCopies:
 
     @cute.jit
     def copy(self, pool: cute.Tensor, head: Int32, at: BlockRows, smem: cute.Tensor) -> None:
-        """Start copying the rows of a block into smem (rows, columns), and zeros into its columns
-        behind those of the pool."""
+        """Start copying rows of a block to smem (rows, columns), and zeros to further columns."""
         rows_at_once = WARP // self._lanes(smem)
         unroll = UNROLL_OF_DECODING if self.is_decoding else UNROLL
         row_of_lane = cute.arch.lane_idx() // self._lanes(smem)

@@ -33,8 +33,7 @@ class Statistics(NamedTuple):
 
 
 def has_reference(references: cute.Tensor) -> Boolean:
-    """Whether any query of a block has a reference, by all queries' references in shared memory;
-    the same value in all lanes of a warp."""
+    """Whether a query of a block has a reference, in shared memory; equal in the warp's lanes."""
     size = cute.size(references) // cute.arch.WARP_SIZE
     share = cute.make_rmem_tensor(size, Float32)
     cute.autovec_copy(cute.local_tile(references, (size,), (cute.arch.lane_idx(),)), share)

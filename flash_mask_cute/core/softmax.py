@@ -47,7 +47,7 @@ OVERFLOWING_BIAS = 2.0**100
 # `_residue` is at most 1/16. Where a factor makes scores of what the softmax sees, the rounding of
 # that product counts as well, which the bias knows nothing of: probabilities are right to 2**-12.
 FAR, FAR_OF_PRODUCTS = 2.0**20, 2.0**12
-# neighbouring columns of a row, of which some go by a polynomial where exponentials are scarce
+# neighbouring columns of a row; some go by a polynomial where exponentials are scarce
 PERIOD = 16
 # independent chains per row for max and sum, so that their latency overlaps
 CHAINS = 4
@@ -421,9 +421,7 @@ class OnlineSoftmax:
     # -- scores of any size ---------------------------------------------------------------------
 
     def _score(self, value: Float32) -> Float32:
-        """The score, in natural units, of an input of the softmax: rounded as a score_mod rounds
-        it, perhaps to -inf.
-        """
+        """An input of the softmax in natural units, rounded as a score_mod rounds it."""
         if self.factor == 1.0:
             return value
         # a plain product might become a multiply-add with what follows
@@ -444,16 +442,12 @@ class OnlineSoftmax:
         return (self._is_near(row_max) == Boolean(False)) & (row_max != -Float32.inf)
 
     def _residue(self, row_max: Float32) -> Float32:
-        """The rounding error of the bias in the exponents of a row with this maximum, to base 2.
-
-        Exponents that subtract the maximum first get the same error, so they agree with the others.
-        """
+        """The rounding error of the bias in the exponents of a row with this maximum, to base 2."""
         residue = cute.math.fma(row_max, self.scale_log2, -(row_max * self.scale_log2))
         return cutlass.select_(self._is_near(row_max), residue, Float32(0.0))
 
     def _factor_between(self, old_max: Float32, new_max: Float32) -> Float32:
-        """The factor for sums accumulated with the old maximum, exactly 1 if the maximum stays; it
-        may be anything if the old maximum was -inf."""
+        """The factor for sums with the old maximum: 1 if it stays, any number if it was -inf."""
         residue = self._residue(new_max) - self._residue(old_max)
         difference = self._score(old_max) - self._score(new_max)
         return cute.math.exp2(cute.math.fma(difference, Float32(LOG2_E), residue), fastmath=True)

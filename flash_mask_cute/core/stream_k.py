@@ -66,8 +66,7 @@ class StreamKChunks(NamedTuple):
         tile_m: int,
         least_places: int = LEAST_PLACES,
     ) -> StreamKChunks:
-        """places_of_head: of all work tiles of one head. tile_m: rows of a work tile. least_places:
-        of a chunk."""
+        """places_of_head: all work tiles'. tile_m: rows of one. least_places: of a chunk."""
         lines: IntLike = 1
         if tile_m <= DECODE_ROWS:
             ctas_of_head = num_ctas // num_heads

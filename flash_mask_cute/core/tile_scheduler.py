@@ -229,11 +229,7 @@ class TileScheduler:
 
     @cute.jit
     def _locate_varlen(self, search: Search, num_blocks_of: cutlass.Constexpr) -> tuple:
-        """`locate` for sequences with different numbers of blocks.
-
-        32 sequences are examined together, one by each lane; indices only grow, so the search never
-        goes back.
-        """
+        """`locate` for sequences with different numbers of blocks, 32 at a time, only forwards."""
         params = self.params
         lane = cute.arch.lane_idx()
         index, batch_start, tiles_before = search

@@ -42,7 +42,7 @@ class Block(NamedTuple):
     predecessor: see `WalkRing.predecessors`, 0 where there are none. sequence: that of its queries,
     if a walk visits several. token: where a block consists of listed queries, that of this lane
     (`WalkRing.tokens`). owners: bit w says whether warpgroup w has the block in its lists, if each
-    has its own. next_index: the number of the next block, 0 behind the last one, if walks tell it
+    has its own. next_index: the number of the next block, 0 after the last one, if walks report it
     (`WalkRing.tells_next`).
     """
 
@@ -105,8 +105,7 @@ class Chunk(NamedTuple):
         return Chunk(base, head_idx, Int32(Kind.END), visible, *cuts, uncut)
 
     def without_skipping(self, exists: Boolean, has_columns: bool) -> "Chunk":
-        """The chunk that visits all existing blocks as partial ones; each lane votes whether its
-        block exists."""
+        """The chunk with all existing blocks as partial ones; each lane votes for its block."""
         every = Int32(-1)
         return self._replace(
             visible=cute.arch.vote_ballot_sync(exists),
@@ -164,7 +163,7 @@ class WalkRing:
     predecessors (CHUNK, stages) int32 or None: one more word for each block of a chunk. fields: the
     fields that an entry carries. tokens (tokens of a block, CHUNK, stages) int32 or None: the
     queries of each block, in lane i of a block those of i modulo their number, a power of two; -1
-    where there is none. The first one is there. tells_next: blocks tell the number of the next one,
+    where there is none. The first one exists. tells_next: blocks carry the number of the next one,
     which is seldom a neighbour. A chunk's `follower` then has it behind the kind.
     """
 
@@ -181,8 +180,7 @@ class WalkRing:
         self.ring.channel.acquire(number)
 
     def write_token(self, number: Int32, i: int, token: Int32) -> None:
-        """Write query i of this lane's block of chunk `number`, which has been acquired and will be
-        written."""
+        """Write query i of this lane's block of chunk `number`, which is acquired and unwritten."""
         self.tokens[i, cute.arch.lane_idx(), self.ring.channel.index(number)] = token
 
     @cute.jit
@@ -205,16 +203,14 @@ class WalkRing:
         self.ring.channel.acquire(number - 1 + self.ring.channel.stages)
 
     def next_bit(self, chunk: Chunk, remaining: Int32) -> Int32:
-        """The first bit that a walk visits among a chunk's remaining blocks; at least one must
-        remain."""
+        """The first bit that a walk visits among a chunk's remaining blocks, at least one."""
         if self.uncut_first:
             uncut = remaining & chunk.uncut
             remaining = Int32(cutlass.select_(uncut != 0, uncut, remaining))
         return highest_bit(remaining & -remaining if self.ascending else remaining)
 
     def number_of_first(self, chunk: Chunk) -> Int32:
-        """What `Chunk.follower` has behind its kind: the block that a walk visits first of the next
-        chunk."""
+        """`Chunk.follower` without its kind: the first block that a walk visits of the next."""
         return (chunk.base + self.next_bit(chunk, chunk.visible)) << OWN_KIND_SHIFT
 
     def _kind_of(self, follower: Int32) -> Int32:

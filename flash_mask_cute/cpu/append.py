@@ -81,7 +81,7 @@ def append_rows(
 ) -> None:
     """Write new rows (batch, row, heads, d), or (row, heads, d) where packed, into a cache.
 
-    descale: the scales of a cache in fp8, (batch, heads), or (entries, rows, heads), of which those
+    descale: the scales of a cache in fp8, (batch, heads), or (entries, rows, heads), where those
     of the new rows are written; None: 1.
     """
     for b, (info, slot) in enumerate(zip(infos, slots, strict=True)):

@@ -54,12 +54,9 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
     does dlse without a sink.
 
     Probabilities are computed from lse and lse_low. Without lse_low they have the rounding error of
-    lse: a float32 lse gives gradients a relative error of up to abs(lse) * 2^-24.
-
-    Raises:
-        NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
-            the CPU, see `eval_mask_mod`; or a score_mod has no derivative.
-    """
+    lse: a float32 lse gives gradients a relative error of up to abs(lse) * 2^-24. Raises
+    NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on the
+    CPU, see `eval_mask_mod`; or a score_mod has no derivative."""
     x, of = call.tensors, call.tensors.gradients
     masks, pack_gqa = call.masks, call.tiles.pack_gqa
     assert x.out is not None and of.dout is not None and x.lse is not None
@@ -125,7 +122,7 @@ class _Rows(NamedTuple):
     ) -> _Rows:
         empty = sees_nothing = lse == NEG_INF
         if sink is not None:
-            # told as the kernel tells them; it could be a row that sees values of 0 and little else
+            # marked as the kernel does; it could be a row that sees values of 0 and little else
             of_sink = (lse - sink).abs() <= SINK_RTOL * sink.abs().clamp(min=1.0)
             is_hostile = ~(q.isfinite().all(dim=-1) & dout.isfinite().all(dim=-1))
             sees_nothing = empty | (of_sink & (out == 0).all(dim=-1) & is_hostile)
@@ -137,8 +134,7 @@ class _Rows(NamedTuple):
         return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), low, delta.masked_fill(empty, 0.0))
 
     def sink_gradient(self, sink: Tensor) -> Tensor:
-        """The contribution of each row to the gradient of its head's sink, (heads_kv, lanes, rows)
-        both."""
+        """Each row's part in the gradient of its head's sink, (heads_kv, lanes, rows) both."""
         return -torch.exp((sink - self.lse) - self.lse_low) * self.delta
 
 
@@ -198,10 +194,7 @@ def _chain_tile(
     tile: Tile,
     heads: Tensor,
 ) -> tuple[Tensor, _PullBack]:
-    """Modified scores (heads_kv, lanes, rows, keys) of the given heads, and their derivative.
-
-    The callables get float32. Scores and gradients of other heads are returned unchanged.
-    """
+    """Modified scores (heads_kv, lanes, rows, keys) of these heads, in float32; derivatives."""
     modified = scores.clone()
     parts = []
     for head in heads_in_tile(tile, heads):

@@ -33,12 +33,8 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
     out is laid out like q; lse is float32, (batch, heads_q, seqlen_q) or varlen (heads_q, total_q),
     natural log. lse_low, shaped like lse, is its rounding error; max_scores, shaped like lse, the
     largest visible score of each row. A row that sees nothing gets 0 and -inf (the sink, if there
-    is one). Rows past seqused_q are not written.
-
-    Raises:
-        NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on
-            the CPU, see `eval_mask_mod`.
-    """
+    is one). Rows past seqused_q are not written. Raises NotImplementedError, TypeError, ValueError:
+    a callable or an aux tensor cannot be used on the CPU, see `eval_mask_mod`."""
     x, masks, tiles = call.tensors, call.masks, call.tiles
     assert x.out is not None
     walks = list(sequence_walks(call))
@@ -164,8 +160,7 @@ class _Result(NamedTuple):
 
 
 class _Splits:
-    """State of the rows of a query tile, split by split. sink: for its rows; the first split of
-    each head adds it."""
+    """Sums of the rows of a query tile, split by split. sink: which the first split adds."""
 
     def __init__(self, softmax: _OnlineSoftmax, sink: Tensor | None) -> None:
         self._softmax = softmax

@@ -81,18 +81,13 @@ class TileRow(NamedTuple):
 
 
 class _Mask(Protocol):
-    """A mask of one batch entry, read by tile and by score.
-
-    Heads are query heads; one entry stands for all of them.
-    """
+    """A mask of one batch entry, by tile and by score, for each query head or one for all."""
 
     def classify(self, row: TileRow) -> tuple[Tensor, Tensor]:
-        """(hidden, cut), bool (heads | 1, tiles | 1): whether it hides all of a tile, or part of
-        it."""
+        """(hidden, cut), bool (heads | 1, tiles | 1): whether it hides a tile, or part of it."""
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        """Bool (heads | 1, queries, keys). The values of heads that are not in `heads`, bool
-        (heads_q,), are not used."""
+        """Bool (heads | 1, queries, keys), valid for the heads of `heads`, bool (heads_q,)."""
 
 
 @dataclass(frozen=True)
@@ -415,8 +410,7 @@ class _ColumnIntervals:
 
 
 class _Blocks(NamedTuple):
-    """States (heads | 1, num_q_blocks, num_k_blocks) of `dense_states`, in blocks of size scores;
-    before `of_entry` with the batch in front."""
+    """States (heads | 1, num_q_blocks, num_k_blocks), in blocks of size scores, or of a batch."""
 
     states: Tensor
     size: tuple[int, int]

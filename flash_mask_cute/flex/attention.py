@@ -226,8 +226,7 @@ _memo: Memo[ResolvedMods] = Memo()
 def _resolve_mods(
     query: Tensor, key: Tensor, score_mod: Any, block_mask: BlockMask | None, place: Any
 ) -> tuple[ResolvedMods, list[Tensor] | None, BlockSparseTensorsTorch | None]:
-    """The mods and the block mask resolved, the aux tensors, and the lists. place: where to keep
-    them; None: nowhere."""
+    """Mods and block mask resolved, aux tensors, lists. place: where to keep them, or None."""
     score = mask = lists = window = columns = None
     keeps = block_mask is not None and is_kept(block_mask)
     checked = None if block_mask is None else CheckedLists(block_mask)
@@ -282,10 +281,7 @@ def _in_graph(
     return_lse: bool,
     return_aux: AuxRequest | None,
 ) -> Any:
-    """The call as torch.compile and torch.export trace it.
-
-    The lists of a block mask are always walked, because the trace cannot read them.
-    """
+    """The call as torch.compile and torch.export trace it: lists are always walked."""
     mask_mod = lists = None
     if block_mask is not None:
         mask_mod, lists = block_mask.mask_mod, lists_in_graph(block_mask)
@@ -308,11 +304,10 @@ def _in_graph(
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
-    """out, copied unless its dimensions are ordered in memory as the query's are, the last one
-    innermost."""
+    """out, copied unless its dimensions lie in memory in the order of the query's."""
     strides_found = query.stride()
     if out.stride() == strides_found and strides_found[-1] == 1:
-        # a new tensor has no gaps, so its strides tell the order
+        # a new tensor has no gaps, so its strides show the order
         return out
     order = [0, 1, 2]
     for i, j in ((0, 1), (1, 2), (0, 1)):
@@ -445,5 +440,5 @@ def _check_options(options: Mapping[str, Any] | None) -> None:
             raise ValueError(f"kernel_options['BACKEND'] must be one of {_BACKENDS}, got {value!r}")
     if options and "BACKEND" in options and options.get("FORCE_USE_FLEX_ATTENTION"):
         raise RuntimeError(
-            "kernel_options has BACKEND and FORCE_USE_FLEX_ATTENTION, of which torch takes one"
+            "kernel_options has BACKEND and FORCE_USE_FLEX_ATTENTION: torch takes only one of them"
         )

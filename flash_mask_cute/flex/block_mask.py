@@ -37,10 +37,7 @@ from flash_mask_cute.runtime.plain_tensors import are_plain
 
 
 class _Intervals(NamedTuple):
-    """What was made of a mask_mod, for one state of its captured tensors.
-
-    The tensors are kept alive, so that no other tensor takes their identity.
-    """
+    """What was made of a mask_mod, for one state of its captured tensors, which stay alive."""
 
     key: tuple[Any, ...]
     captured: tuple[Tensor, ...]
@@ -285,8 +282,7 @@ def _column_mask(
 
 
 def _lists_agree(lists: BlockSparseTensorsTorch, rows: Rows, seqlens: tuple[int, int]) -> Tensor:
-    """Whether the lists agree with rows: no block with visible scores is hidden, none with hidden
-    scores is full."""
+    """Whether no listed block hides visible scores of `rows`, and no full one has hidden ones."""
     states = dense_states(lists)
     block_q, block_k = lists.block_size or (1, 1)
     first = torch.arange(states.shape[-2], device=states.device)[:, None] * block_q

@@ -1,2 +1,2 @@
-"""Doors into other libraries; each module imports its library, and is imported by its user
+"""Integrations with other libraries; each module imports its library, and is imported by its user
 alone."""

@@ -298,8 +298,7 @@ def _attend(
 def _gradients(
     results: tuple[Tensor, ...], memory: tuple[Tensor | None, ...], **arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv. results: what the host call takes by position. memory: where to write them;
-    None: in new tensors."""
+    """dq, dk, dv. results: arguments of the host call. memory: where to write, or None."""
     dq, dk, dv = memory
     return _flash_attn_bwd(
         *results,
@@ -326,7 +325,7 @@ def _refuse(
 
 
 def _band(is_causal: bool, left: int | None, right: int | None) -> dict[str, Any]:
-    """Torch's window, of which every negative side is open, as arguments of a host call."""
+    """Torch's window, where every negative side is open, as arguments of a host call."""
     left, right = (None if side is None or side < 0 else side for side in (left, right))
     if is_causal:
         right = None
@@ -376,7 +375,7 @@ def _laid_out_as(x: Tensor, cleared: bool = False) -> Tensor | None:
 
 def _laid_out_as_heads_first(x: Tensor, as_bshd: Tensor) -> Tensor | None:
     """`_laid_out_as` of x (batch, heads, seqlen, head_dim), as (batch, seqlen, heads, head_dim).
-    as_bshd: x in that order, of which torch would take other strides if heads are expanded."""
+    as_bshd: x in that order; torch would take its strides otherwise if heads are expanded."""
     if as_bshd.is_contiguous():
         return None
     like = torch.empty_like(x).transpose(1, 2)
@@ -393,8 +392,7 @@ def _is_written_by_kernels(out: Tensor) -> bool:
 
 
 def _unused_state(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rng_state, unused and the debug mask, shaped as torch's. Without dropout nothing reads them:
-    to write them would be two launches."""
+    """rng_state, unused and debug mask, shaped as torch's; without dropout nothing writes them."""
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
     offset = torch.empty((), dtype=torch.uint64, device=query.device)
     return state, offset, query.new_empty(0)

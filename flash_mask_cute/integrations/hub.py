@@ -33,7 +33,7 @@ __all__ = [
 
 
 def write_hub_kernel(directory: str | Path) -> Path:
-    """Write the folder, which is made if it is not there. Returns its absolute path.
+    """Write the folder, and create it if it is missing. Returns its absolute path.
 
     Raises:
         FileExistsError: it is there and not empty.

@@ -1,4 +1,4 @@
-"""Which kernel computed a call that came through a door: this package's, or the library's own."""
+"""Which kernel computed a call of an integration: this package's, or the library's own."""
 
 from __future__ import annotations
 

@@ -223,8 +223,7 @@ def _attend(call: _Call) -> Tensor:
 
 
 def _band(call: _Call, seqlen_q: int, seqlen_k: int) -> dict[str, Any] | None:
-    """causal and q_start of a causal call, else None. Query 0 is at key 0, unless a CausalBias puts
-    the last query at the last key."""
+    """causal and q_start, else None. Only a CausalBias puts the last query at the last key."""
     mask = call.attn_mask
     if isinstance(mask, CausalBias):
         if (mask.seq_len_q, mask.seq_len_kv) != (seqlen_q, seqlen_k):

@@ -208,10 +208,7 @@ class AppendKV:
         descale: cute.Tensor | None,
         at: tuple[Int32, Int32, Int32],
     ):
-        """Write a row (heads, d) as codes, with its first elements rotated if there is rotary.
-
-        at: the sequence, and entry and row of the cache.
-        """
+        """Write a row (heads, d) as codes, perhaps rotated. at: sequence, entry, cache row."""
         thread, _, _ = cute.arch.thread_idx()
         batch_idx, entry, target = at
         heads, dim = source.shape

@@ -41,7 +41,7 @@ class BwdAddParts:
 
     :param dtype: of dK and dV, 16 bits
     :param accum_cols: columns of a key block's sums of dK and of dV, multiples of 16
-    :param tile_n: keys of a block: 128, or 64, of which the second four warps had the second half
+    :param tile_n: keys of a block: 128, or 64, where the second four warps had the second half
         of the columns
     :param order: of the sums
     """

@@ -180,8 +180,7 @@ class BwdPostprocess:
 
     @cute.jit
     def _lanes_to_rows(self, sums: cute.Tensor, sdQ: cute.Tensor, scale: Float32, thread: Int32):
-        """Write scaled and rounded sums to sdQ: a thread has a row, and every second group of
-        columns."""
+        """Write scaled and rounded sums to sdQ: a thread has a row, in every second group."""
         row, first = thread % self.tile_m, thread // self.tile_m
         step = NUM_THREADS // self.tile_m
         groups = self.accum_cols // VECTOR_32_BITS // step
@@ -263,8 +262,7 @@ class BwdPostprocess:
         first_row: Int32,
         first_col: Int32,
     ):
-        """Write this warp's `groups` of columns, which begin at `source_group` among those of all
-        warps."""
+        """Write this warp's `groups` of columns, from number `source_group` on."""
         warp, lane = thread // WARP, thread % WARP
         first_row += (warp % 4) * 16 + lane // 4
         first_pair = first_col // 2 + lane % 4

@@ -61,8 +61,7 @@ class BlockRows(NamedTuple):
 
 
 class LseOfRow(NamedTuple):
-    """For a row in use: its LSE, the rounding error, and the gradient of LSE. For another row:
-    -inf, 0 and 0."""
+    """For a row in use: LSE, its rounding error, and its gradient. For another: -inf, 0, 0."""
 
     lse: Float32
     low: Float32 | None
@@ -75,7 +74,7 @@ class LseOfRow(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How the heads of a group share a row block: a query has `rows` of them, of which the first
+    """How the heads of a group share a row block: a query has `rows` of them, where the first
     `heads` are its heads. The others are padding."""
 
     rows: int = 1
@@ -90,8 +89,7 @@ class Packing(NamedTuple):
         return Boolean(True) if self.rows == self.heads else row % self.rows < self.heads
 
     def place(self, row: Int32) -> Int32:
-        """The place of a row of a block among the heads of queries; a padding row has that of its
-        query's last head."""
+        """A row's place among the heads of queries; a padding row has its query's last head's."""
         if self.rows == self.heads:
             return row
         return row // self.rows * self.heads + cutlass.min(row % self.rows, self.heads - 1)
@@ -181,8 +179,7 @@ def packed_values(tensor: cute.Tensor | None, packed: int) -> cute.Tensor | None
 
 
 def rows_of_head(tensor: cute.Tensor, head_idx: Int32, rows: BlockRows) -> cute.Tensor:
-    """(rows, dim) of a tensor (batch, seqlen, heads, dim) or (total, heads, dim), from the block's
-    first row on."""
+    """(rows, dim) of (batch, seqlen, heads, dim) or (total, heads, dim), from the first row on."""
     if cute.rank(tensor) == 4:
         tensor = tensor[rows.batch_idx, None, None, None]
     return cute.domain_offset((rows.first, 0), tensor[None, head_idx, None])
@@ -456,8 +453,7 @@ class BwdPreprocess:
         is_marked: Boolean,
         thread: Int32,
     ):
-        """Store the thread's row in mStats, without marks: LSE, delta, and the reference, if
-        any."""
+        """Store the thread's row in mStats, unmarked: LSE, delta, and the reference, if any."""
         if thread < self.tile_m:
             lse_log2 = of_row.lse * LOG2_E
             if const_expr(self.has_reference):
@@ -490,8 +486,7 @@ class BwdPreprocess:
     def _store_sink_part(
         self, sParts: cute.Tensor, of_row: LseOfRow, delta: Float32, sink: Float32, thread: Int32
     ):
-        """Store the contribution of a warp's rows to the gradient of their head's sink, or of each
-        row, of packed heads."""
+        """Store a warp's part of the gradient of their head's sink, or of each packed row's."""
         exponent = (sink - of_row.lse) * LOG2_E
         if const_expr(of_row.low is not None):
             exponent = (sink - of_row.lse - of_row.low) * LOG2_E
@@ -520,8 +515,7 @@ class BwdPreprocess:
         rows: BlockRows,
         thread: Int32,
     ):
-        """sDelta = the sum of O * dO of each row in use; an unused row takes that of another
-        row."""
+        """sDelta = the sum of O * dO of each row in use; an unused row takes another row's."""
         row_in_round = thread // LANES_PER_ROW
         rounds = self.padded_rows // ROWS_PER_ROUND
         rounds_in_flight = max(1, IN_FLIGHT // (2 * _vectors_per_lane(self.vectors_per_row)))
@@ -550,10 +544,7 @@ class BwdPreprocess:
         of_row: LseOfRow,
         thread: Int32,
     ) -> Boolean:
-        """Whether the thread's row must be cleared. gO: given if there is a sink.
-
-        shared: sEmpty, which has been written, and sVerdicts.
-        """
+        """Whether the thread's row must be cleared. gO: with a sink. shared: sEmpty, sVerdicts."""
         sEmpty, sVerdicts = shared
         is_marked, any_empty = Boolean(False), sEmpty[0]
         for i in range_constexpr(1, self.padded_rows // WARP):

@@ -1,7 +1,7 @@
 """Keys and values in fp8 as tensors of numbers in 16 bits, before a prefill over them.
 
 `(cache.float() * descale).to(dtype)`, of the rows in use alone. Rows of a sequence lie side by side
-in the result, also if those of the cache lie in pages. Numbers of pages that are not there are
+in the result, also if those of the cache lie in pages. Numbers of pages that do not exist are
 clamped, as attention does.
 """
 
@@ -90,8 +90,7 @@ class Dequantise:
         table: cute.Tensor | None,
         work: tuple,
     ):
-        """This CTA's rows of keys or of values, `READS` of each thread. work: batch entry, part of
-        its rows, head."""
+        """Convert this CTA's rows of keys or values. work: batch entry, part of its rows, head."""
         batch_idx, part, head = work
         thread, _, _ = cute.arch.thread_idx()
         rows, of_row, at_once = wide.shape[1], wide.shape[3] // UNIT, _rows_of_step(wide)

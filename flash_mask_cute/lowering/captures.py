@@ -137,8 +137,7 @@ class _Walk(Traversal):
             super()._other(obj)
 
     def _nn_module(self, module: torch.nn.Module) -> None:
-        """State that the current function mentions of a user-defined module; all state of a library
-        module."""
+        """State that the function mentions of a user's module, or all state of a library module."""
         cls = type(module)
         # a library may make a class of a user's, as fully_shard does; its state is the user's
         is_found = resolves(cls, cls.__module__, cls.__qualname__)
@@ -158,8 +157,7 @@ class _Walk(Traversal):
         self._close()
 
     def _names_of(self, module: torch.nn.Module) -> tuple[str, ...]:
-        """Names that the current function mentions, and those that the module's methods among them
-        mention."""
+        """Names that the function mentions, and those that methods among them mention."""
         wanted = list(self._mentioned)
         if self._follows_forward or not self._mentioned:
             wanted.append("forward")

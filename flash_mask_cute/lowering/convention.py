@@ -25,10 +25,7 @@ def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
     kind: "mask_mod" or "score_mod". A mask_mod with 4 and a score_mod with 5 arguments are torch's;
     with 5 and 6 they are CuTe's. A mod that accepts either number, by *args or a default, is
     CuTe's, as it was when there was only CuTe. A mod that accepts only torch's number is torch's.
-
-    Raises:
-        TypeError: a `@cute.jit` function takes torch's arguments.
-    """
+    Raises TypeError: a `@cute.jit` function takes torch's arguments."""
     in_torch, in_cute = _ARITY[kind]
     accepted = _accepts(mod)
     if accepted is None or accepted(in_cute) or not accepted(in_torch):
@@ -43,11 +40,8 @@ def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
 
 
 def check_torch_mod(mod: Callable[..., Any], kind: str) -> None:
-    """Refuse what `flex_attention` cannot take as a mod.
-
-    Raises:
-        TypeError: it is not callable, or its arguments are not torch's.
-    """
+    """Refuse what `flex_attention` cannot take as a mod. Raises TypeError: it is not callable, or
+    its arguments are not torch's."""
     if not callable(mod):
         raise TypeError(f"{kind} must be callable, got {mod!r}")
     if is_torch_mod(mod, kind):
@@ -69,14 +63,11 @@ def check_torch_mod(mod: Callable[..., Any], kind: str) -> None:
 
 
 def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
-    """The kind of a mod written in torch: "mask_mod" or "score_mod".
-
-    Raises:
-        TypeError: it takes neither 4 nor 5 arguments.
-    """
+    """The kind of a mod written in torch: "mask_mod" or "score_mod". Raises TypeError: it takes
+    neither 4 nor 5 arguments."""
     accepted = _accepts(mod)
     if accepted is None:
-        raise TypeError(f"{_name(mod)} does not tell its arguments: pass kind")
+        raise TypeError(f"{_name(mod)} has no signature that shows its arguments: pass kind")
     for kind, (in_torch, _) in _ARITY.items():
         if accepted(in_torch):
             return kind
@@ -87,7 +78,7 @@ def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
 
 
 def _accepts(mod: Callable[..., Any]) -> Callable[[int], bool] | None:
-    """A test for a number of positional arguments; None: the callable does not tell."""
+    """A test for a number of positional arguments; None: the callable has no signature."""
     if type(mod) is FunctionType and not hasattr(mod, "__wrapped__"):
         # the usual case, at a tenth of the time
         code, defaults = mod.__code__, len(mod.__defaults__ or ())

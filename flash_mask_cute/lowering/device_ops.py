@@ -185,8 +185,7 @@ def float_remainder(x: Any, y: Any) -> Any:
 
 
 def float_floor_divide(x: Any, y: Any) -> Any:
-    """Floor division computed from the remainder, so it is exact; by 0 it gives what division
-    gives."""
+    """Exact floor division, by the remainder; by 0 it gives what division gives."""
     dtype = _dtype(x, y)
     x, y = dtype(x), dtype(y)
     rest = x % y

@@ -152,8 +152,7 @@ class _Numbers:
     # -- conditions ------------------------------------------------------------------------------
 
     def of(self, part: Any, group: _Group | None) -> _Span:
-        """The queries of `group` that a condition lets see each key; what it says of others is of
-        no account."""
+        """The queries of `group` that a condition lets see each key; other bits are free."""
         if isinstance(part, Keys):
             seen = self._bool(part)
             none, full = (torch.full_like(self._k, x).long() for x in (0, self._rows))
@@ -203,8 +202,7 @@ class _Numbers:
         return self._span(everything.low.expand_as(edge), edge + 1)
 
     def _either(self, spans: list[_Span]) -> _Span:
-        """The queries of any span. It is one range if none begins behind the end of those that
-        begin before it."""
+        """The queries of any span: one range if none begins after the end of earlier ones."""
         lows, highs, rights = (
             torch.stack(torch.broadcast_tensors(*x)) for x in zip(*spans, strict=True)
         )

@@ -59,8 +59,7 @@ class BoundSide(NamedTuple):
 
 
 class Order(NamedTuple):
-    """As `BoundSide`, of a sum of terms that depend on the query, such as its place in a
-    document."""
+    """As `BoundSide`, of terms that depend on the query, such as its place in a document."""
 
     is_low: bool
     of_query: Terms

@@ -123,16 +123,10 @@ def lower_mod(
     that of the first captured tensor, or the CPU.
 
     A mod whose structure was lowered before is not traced again; tensors that replace its captured
-    ones are read instead.
-
-    Raises:
-        NotImplementedError: a kernel cannot do what the mod does; names mod, line and operator.
-        TypeError: the mod does not return a bool (mask_mod) or a number (score_mod).
-        ValueError: kind is neither.
-
-    Example:
-        >>> lower_mod(lambda b, h, q, k: q >= k, "mask_mod").source
-    """
+    ones are read instead. Raises NotImplementedError: a kernel cannot do what the mod does; names
+    mod, line and operator; TypeError: the mod does not return a bool (mask_mod) or a number
+    (score_mod); ValueError: kind is neither; >>> lower_mod(lambda b, h, q, k: q >= k,
+    "mask_mod").source."""
     if kind not in KINDS:
         raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
     captures = find_captures(mod)
@@ -158,15 +152,9 @@ def mod_source(
 
     kind: "mask_mod" or "score_mod"; by default it follows from the number of arguments, 4 or 5.
     device: where attention runs, such as "cuda"; by default that of the first captured tensor, or
-    the CPU.
-
-    Raises:
-        NotImplementedError, TypeError, ValueError: as `lower_mod`.
-
-    Example:
-        >>> from flash_mask_cute import mod_source
-        >>> print(mod_source(lambda b, h, q, k: q >= k, device="cpu"))  # doctest: +SKIP
-    """
+    the CPU. Raises NotImplementedError, TypeError, ValueError as `lower_mod`; >>> from
+    flash_mask_cute import mod_source     >>> print(mod_source(lambda b, h, q, k: q >= k,
+    device="cpu")) # doctest: +SKIP."""
     if kind is None:
         from flash_mask_cute.lowering.convention import kind_of_torch_mod
 
@@ -587,8 +575,7 @@ def _lowered(
 
 
 def _forget_captured(module: GraphModule) -> None:
-    """Drop captured tensors from a kept program: it must not keep the traced mod's tensors
-    alive."""
+    """Drop captured tensors from a kept program, so that it does not keep them alive."""
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if node.meta["captured"] is not None and hasattr(module, name):

@@ -334,7 +334,7 @@ _FUNCTIONS = {
         )
     },
     **{name: f"ops.{name}({{}})" for name in ("sin", "cos", "sigmoid", "erf", "asinh")},
-    # one instruction each on a GPU, of which docs/flex.md tells the errors
+    # one instruction each on a GPU, with the errors that docs/flex.md lists
     **{x: f"cute.math.{x}({{}}, fastmath=True)" for x in ("exp", "exp2", "log", "log2", "tanh")},
     "special_erf": "ops.erf({})",
     "arcsinh": "ops.asinh({})",

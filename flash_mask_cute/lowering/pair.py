@@ -38,13 +38,9 @@ def resolve_mods(
 
     aux_tensors: the caller's, for CuTe mods; tensors captured by torch mods are appended. A tensor
     that only a mask_mod reads has no gradient, because a mask is a step function. device: as in
-    `lower_mod`.
-
-    Raises:
-        TypeError, NotImplementedError: as `is_torch_mod` and `lower_mod`; or aux_tensors are no
-            list.
-        ValueError: aux_tensors are given, but both mods are written in torch and read none.
-    """
+    `lower_mod`. Raises TypeError, NotImplementedError as `is_torch_mod` and `lower_mod`; or
+    aux_tensors are no list; ValueError: aux_tensors are given, but both mods are written in torch
+    and read none."""
     lowers_score = score_mod is not None and is_torch_mod(score_mod, "score_mod")
     lowers_mask = mask_mod is not None and is_torch_mod(mask_mod, "mask_mod")
     if not lowers_score and not lowers_mask:

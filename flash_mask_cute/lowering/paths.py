@@ -47,8 +47,7 @@ class Path(tuple[tuple[str, Any, Steps], ...]):
         return followed(mod, self.steps())
 
     def copy(self, mod: Any, value: Any) -> Any:
-        """A copy of a mod that reaches another value. The objects on the way are copied, the rest
-        is shared. Raises UnreachableError."""
+        """A copy of a mod that reaches another value. Raises UnreachableError."""
         return _copy(mod, self.steps(), value)
 
 

@@ -55,8 +55,7 @@ def _searched(call: OpCall, edges: object, value: object) -> Array:
 
 
 class _Search:
-    """A binary search without branches. common: the dtype of the comparison; symbol: between an
-    edge and the value if the edge does not count."""
+    """A binary search without branches. common: the dtype compared in; symbol: < or <=."""
 
     def __init__(
         self, call: OpCall, edges: Table, count: int, common: torch.dtype, symbol: str

@@ -77,8 +77,7 @@ class Whole(NamedTuple):
     is_low: bool
 
     def of_number(self, number: float) -> int:
-        """The integer. Raises _NotLinearError for NaN, infinity, and numbers so large that indices
-        next to them are rounded."""
+        """The integer. Raises _NotLinearError for NaN, infinity, and numbers that are rounded."""
         compared = torch.tensor(number, dtype=self.dtype, device="cpu").item()
         if not abs(compared) < EXACT:
             raise _NotLinearError
@@ -223,8 +222,7 @@ def opposite(sign: int, strict: int) -> tuple[int, int]:
 
 
 class Inequality(NamedTuple):
-    """sign * (first - second) + strict is at least 0: integers, numbers, nodes, `Negated` and
-    `Whole`."""
+    """sign * (first - second) + strict >= 0, of integers, numbers, nodes, `Negated`, `Whole`."""
 
     first: Any
     second: Any
@@ -233,8 +231,7 @@ class Inequality(NamedTuple):
 
 
 def inequalities(x: Any, y: Any, sign: int, strict: int) -> Iterator[Inequality]:
-    """sign * (x - y) + strict >= 0 without absolute values, and with integers for floating-point
-    bounds of integers."""
+    """sign * (x - y) + strict >= 0 without absolute values; bounds of integers are integers."""
     for first, second in _without_abs(x, y, sign):
         floats = tuple(map(is_float, (first, second)))
         dtype = _dtype_of_comparison(first, second)

@@ -128,22 +128,17 @@ def write(
 
     name: of the mod, for messages. captured: of `note_captured`; those of a later call serve as
     well. first_aux: how many aux tensors of others are before those of the mod. checks: all indices
-    are clamped to the tensors, even to small ones, so that the text claims no extents.
-
-    Raises:
-        NotImplementedError: the mod has no text; names mod, line and operator.
-        UnknownOperator: torch's decompositions may help.
-        TypeError: the mod returns something that no mod may return.
-    """
+    are clamped to the tensors, even to small ones, so that the text claims no extents. Raises
+    NotImplementedError: the mod has no text; names mod, line and operator; UnknownOperator: torch's
+    decompositions may help; TypeError: the mod returns something that no mod may return."""
     given = name, is_score, module, captured, first_aux, checks
     text, read = _Writer(*given, None).text()
-    # sources of which no needed line reads take no numbers
+    # sources that no needed line reads take no numbers
     return text if len(read) == len(text.sources) else _Writer(*given, read).text()[0]
 
 
 class _Writer:
-    """read: of the sources in the order in which they are found, those that needed lines read; None
-    if that is not known yet."""
+    """read: sources that the lines read, in the order found; None if not known yet."""
 
     def __init__(
         self,
@@ -477,11 +472,7 @@ def _name(node: Node) -> str:
 
 
 def _is_for_host(node: Node) -> bool:
-    """Whether the host computes a node that depends on captured tensors only.
-
-    It does not if the node reads or computes single elements: the kernel does that at a lower cost
-    than one more launch.
-    """
+    """Whether the host computes a node of captured tensors: not if it has single elements."""
     if _name(node) in _LIFTS:
         return True
     operands = [x.meta["val"] for x in (node, *node.all_input_nodes)]

@@ -81,8 +81,7 @@ def trace(
     device: torch.device,
     decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Trace:
-    """Trace a mod. Raises NotImplementedError, naming the mod and its line, if it cannot be
-    traced."""
+    """Trace a mod. Raises NotImplementedError, naming the mod and its line."""
     given = _arguments(is_score, device)
 
     def call(*arguments: Tensor) -> Any:

@@ -108,8 +108,7 @@ def literal(value: bool | int | float) -> str:
 
 
 def _shortest(element: Element) -> str:
-    """The shortest decimal of a float32: 0.1 and not 0.10000000149011612, which is the same
-    float32."""
+    """The shortest decimal of a float32: 0.1 and not 0.10000000149011612."""
     value = element.constant
     if value is None or not math.isfinite(value):
         return element.text

@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured: what it makes is its own, and not there before it runs."""
+    """Whether a CUDA graph is captured: what it makes is its own, and missing before it runs."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class _UnwatchedError(Exception):
-    """The mod reaches an object that no identity tells the state of."""
+    """The mod reaches an object without an identity that shows its state."""
 
 
 class Watch:
@@ -89,7 +89,7 @@ class Watch:
         return {id(ref()) for ref, _ in self._tensors}
 
     def holds(self) -> bool:
-        """Whether nothing has changed that the walk of captures would tell."""
+        """Whether nothing has changed that the walk of captures would report."""
         try:
             for ref, code, cells, defaults, names, values in self._functions:
                 function = ref()
@@ -155,7 +155,7 @@ def _function_state(function: types.FunctionType) -> tuple[Any, ...]:
         cells = [id(cell.cell_contents) for cell in function.__closure__ or ()]
     except ValueError as error:
         raise _UnwatchedError from error
-    # of a library's, the release tells the globals
+    # of a library's, the release determines the globals
     is_own = release_of(function.__globals__.get("__name__")) is None
     names = facts.global_names if is_own else ()
     return (
@@ -249,7 +249,7 @@ def _drop(entries: dict[Hashable, Any], key: Hashable, _: Any) -> None:
     entries.pop(key, None)
 
 
-# Mods of which no watch could be made.
+# Mods that cannot be watched.
 _unwatched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

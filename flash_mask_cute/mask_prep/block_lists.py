@@ -42,11 +42,7 @@ def order_lists(
 
     It takes int32 tensors on a GPU, of the shapes of `BlockSparseTensorsTorch`. Entries may have
     any order. One launch on the current stream reads them as they are when it runs, and a replayed
-    CUDA graph reads them again.
-
-    Raises:
-        NotImplementedError: there is no kernel for the device.
-    """
+    CUDA graph reads them again. Raises NotImplementedError: there is no kernel for the device."""
     if torch.is_inference_mode_enabled():
         # what is made of the result may be kept with it
         with torch.inference_mode(False):

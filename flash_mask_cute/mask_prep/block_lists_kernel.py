@@ -1,7 +1,7 @@
 """Block lists of any order as kernels read them: with ascending entries, and as bits.
 
 A warp takes a list. It marks the states of the blocks in memory, where the new entries will be, and
-turns 32 states at a time into entries and into a word of bits. A vote tells each lane the place of
+turns 32 states at a time into entries and into a word of bits. A vote gives each lane the place of
 its block, so nothing is sorted.
 """
 
@@ -125,8 +125,7 @@ class OrderedLists:
         mVisible: cute.Tensor,
         mFull: cute.Tensor,
     ):
-        """Turn states into lists and words. An entry replaces a state that was read: there are no
-        more entries than blocks before."""
+        """Turn states into lists and words; an entry overwrites a state that was read before."""
         lane, num_blocks = cute.arch.lane_idx(), states.shape[0]
         full_idx = self._row(made.full_idx, place)
         visible, full_words = self._row(mVisible, place), self._row(mFull, place)

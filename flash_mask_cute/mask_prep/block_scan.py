@@ -35,11 +35,8 @@ class ScanProblem:
 
     @staticmethod
     def describe_aux(aux_tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[str, int], ...]:
-        """The field `aux` for these tensors.
-
-        Raises:
-            ValueError: a tensor has a dtype that mods cannot read, or no dimension.
-        """
+        """The field `aux` for these tensors. Raises ValueError: a tensor has a dtype that mods
+        cannot read, or no dimension."""
         for i, tensor in enumerate(aux_tensors):
             if dtype_name(tensor.dtype) not in CUTLASS_NAMES:
                 known = ", ".join(CUTLASS_NAMES)
@@ -56,12 +53,9 @@ def compile_scan(
 
     `function` takes, by position: (mask_cnt, mask_idx, full_cnt, full_idx), (block_q, block_k,
     seqlen_q, seqlen_k), the tuple of aux tensors or None. On the CPU it also takes a record or
-    None, as described in `HostFunction`; its `reads` are in `meta`.
-
-    Raises:
-        TypeError: `mask_mod` reaches a value that has no identity (see `callable_key`).
-        NotImplementedError: on the CPU, if `mask_mod` uses a GPU-only instruction.
-    """
+    None, as described in `HostFunction`; its `reads` are in `meta`. Raises TypeError: `mask_mod`
+    reaches a value that has no identity (see `callable_key`); NotImplementedError: on the CPU, if
+    `mask_mod` uses a GPU-only instruction."""
     identity = callable_key(mask_mod)
     return cache.get(
         "block_scan",

@@ -2,7 +2,7 @@
 
 Two kernels. In the first one, each warp examines one block of the matrix, and writes its state
 where the block's entry of a list may come to lie later. In the second one, a warp turns the states
-of a list into its entries, 32 at a time: a vote tells each lane the place of its block. So lists
+of a list into its entries, 32 at a time: a vote gives each lane the place of its block. So lists
 are ascending without a sort. The same rules run on the host, block by block, for CPU tensors.
 """
 
@@ -35,8 +35,7 @@ COL_LANES = 16
 
 
 class BlockGrid(NamedTuple):
-    """Extents in tokens: of a block, and of the sequences. The last blocks may reach past the
-    end."""
+    """Tokens of a block and of the sequences; the last blocks may reach past the end."""
 
     block_q: Int32
     block_k: Int32
@@ -114,8 +113,7 @@ class BlockScan:
     def _put_of_warp(
         self, entries: cute.Tensor, count: Int32, n_block: Int32, is_listed: Boolean
     ) -> Int32:
-        """Append the listed ones among the blocks of a warp's lanes to a list of `count` entries;
-        the new count."""
+        """Append the listed blocks of a warp's lanes to a list of `count` entries; new count."""
         listed = cute.arch.vote_ballot_sync(is_listed)
         before = listed & ((1 << cute.arch.lane_idx()) - 1)
         self._put(entries, count + cute.arch.popc(before), n_block, is_listed)
@@ -194,11 +192,7 @@ class BlockScan:
         lanes: cutlass.Constexpr[int],
         aux_tensors,
     ) -> Int32:
-        """The state that this one of `lanes` threads finds in its columns of a block, inside the
-        sequences.
-
-        It stops as soon as the block's state is known.
-        """
+        """The state of a block in this one of `lanes` threads' columns; stops once it is known."""
         q_begin = place.m_block * grid.block_q
         k_begin = n_block * grid.block_k
         q_end = cutlass.min(q_begin + grid.block_q, grid.seqlen_q)

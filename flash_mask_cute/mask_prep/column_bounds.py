@@ -26,15 +26,10 @@ def launch_bounds(
 ) -> None:
     """Fill `bounds`, which is not empty, on the current stream: one launch.
 
-    Args:
-        indices: int32 (batch, heads, seqlen_k, n), any strides, on a GPU.
-        bounds: int32 (batch, heads, 2 * n, num_blocks) as `ColumnMask.bounds` describes it.
-        tile_n: keys of a block.
-        cu_seqlens_k: int32 (num_sequences + 1,), for a packed batch.
-
-    Raises:
-        NotImplementedError: there is no kernel for the device.
-    """
+    Args: indices: int32 (batch, heads, seqlen_k, n), any strides, on a GPU. bounds: int32 (batch,
+    heads, 2 * n, num_blocks) as `ColumnMask.bounds` describes it. tile_n: keys of a block.
+    cu_seqlens_k: int32 (num_sequences + 1,), for a packed batch. Raises NotImplementedError: there
+    is no kernel for the device."""
     compiled = compile_column_bounds(
         indices.shape[3], cu_seqlens_k is not None, Target.from_device(indices.device).arch
     )
@@ -88,8 +83,7 @@ def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
 def bounds_by_torch(
     indices: Tensor, tile_n: int, cu_seqlens_k: Tensor | None, num_blocks: int
 ) -> Tensor:
-    """The result of `ColumnMask.bounds` by torch: each block lists its keys, with the last one
-    repeated."""
+    """`ColumnMask.bounds` by torch: each block lists its keys, the last one repeated."""
     seqlen_k = indices.shape[2]
     block = torch.arange(num_blocks, device=indices.device)
     lane = torch.arange(tile_n, device=indices.device)

@@ -67,11 +67,7 @@ class DocumentTensors(NamedTuple):
 
     def fill(self, indices: Tensor, causal: bool) -> None:
         """Find the documents of non-empty indices. On a GPU it makes four launches on the current
-        stream.
-
-        Raises:
-            NotImplementedError: there is no kernel for the GPU.
-        """
+        stream. Raises NotImplementedError: there is no kernel for the GPU."""
         if indices.is_cuda:
             _launch(indices, causal, self)
         else:
@@ -81,11 +77,8 @@ class DocumentTensors(NamedTuple):
 
 
 def _launch(indices: Tensor, causal: bool, split: DocumentTensors) -> None:
-    """Fill a split of indices on the current stream: four launches.
-
-    Raises:
-        NotImplementedError: there is no kernel for the device.
-    """
+    """Fill a split of indices on the current stream: four launches. Raises NotImplementedError:
+    there is no kernel for the device."""
     compiled = compile_split(indices.shape[3], causal, Target.from_device(indices.device).arch)
     if indices.get_device() == torch.cuda.current_device():
         compiled.function(indices, *split)

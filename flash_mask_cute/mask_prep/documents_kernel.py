@@ -90,8 +90,7 @@ class DocumentSplit:
     def _first_begin(
         self, indices: cute.Tensor, slot: Int32, last_before: Int32, first_after: Int32
     ) -> Int32:
-        """The first row of a slot at which a document begins, given the facts from outside of
-        it."""
+        """The first row of a slot at which a document begins, by facts from outside of it."""
         lane, seqlen = cute.arch.lane_idx(), indices.shape[0]
         keys = [slot * self.slot + group * WARP + lane for group in range(self.groups)]
         spans = [self._key_span(indices, key) for key in keys]

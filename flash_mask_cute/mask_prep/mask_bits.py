@@ -154,8 +154,7 @@ def fake_mask_bits(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
 
 
 class MaskInputs(NamedTuple):
-    """Inputs of a call's bits: aux_tensors and block bits as a kernel takes them, and cu_seqlens of
-    queries and of keys."""
+    """Inputs of a call's bits: aux_tensors and block bits for a kernel, and both cu_seqlens."""
 
     aux_tensors: Any
     block_bits: Any

@@ -68,8 +68,7 @@ class SequenceMaskBits:
         tiles: Int32,
         stream,
     ) -> None:
-        """entries: number of entries with tiles of their own, at most `tiles` each; slots:
-        sequences of an entry."""
+        """entries: with tiles of their own, at most `tiles` each; slots: an entry's sequences."""
         num_sequences = mCuSeqlensQ.shape[0] - 1
         self.number(mPlaces, mCuSeqlensQ, mCuSeqlensK, entries, slots, tiles).launch(
             grid=(num_sequences // slots, 1, 1), block=(WARP, 1, 1), stream=stream

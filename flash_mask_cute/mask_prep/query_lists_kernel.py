@@ -74,7 +74,7 @@ class QueryListArgs(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a CTA has of a selection: the queries of its chunk from `first` on, of which num_queries
+    """What a CTA has of a selection: the queries of its chunk from `first` on; num_queries
     are in use, their entries (query, k), and the key blocks from `base` on, num_blocks of them. Of
     these the first num_seen are not hidden by other masks from all queries."""
 
@@ -271,8 +271,7 @@ class MakeQueryLists:
 
     @cute.jit
     def _sort(self, smem: ChunkBits, window: Int32, row: Int32, block: Int32):
-        """Put an entry at its place among the sorted ones, of which there are those from `window`
-        on. Who repeats an entry puts the same there."""
+        """Put an entry at its place among the sorted ones from `window` on."""
         word, bit = row // WORD, row % WORD
         bits = smem.bits[block, word]
         if (bits >> bit) & 1 != 0:
@@ -289,10 +288,7 @@ class MakeQueryLists:
         chunk: Chunk,
         act: cutlass.Constexpr[Callable[[Int32, Int32], None]],
     ):
-        """act(query in the chunk, block in the span), for all entries that are in the span.
-
-        Lanes of a warp have entries of one query, or of several with few.
-        """
+        """act(query in the chunk, block in the span), for all entries that are in the span."""
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP, thread % WARP
         k = args.mIndices.shape[3]
@@ -313,8 +309,7 @@ class MakeQueryLists:
 
     @cute.jit
     def _entry(self, args: QueryListArgs, chunk: Chunk, row: Int32, stop: Int32, i: Int32) -> Int32:
-        """Entry i of a query of the chunk, as a block of the span; negative if it is none, or
-        nobody sees it, or if the query sees nothing, or is not before `stop`."""
+        """Entry i of a query of the chunk, as a block of the span; negative if it has no use."""
         found, sequence = Int32(-1), chunk.sequence
         if (row < stop) & (i < args.mIndices.shape[3]):
             block = chunk.mEntries[row, i] - chunk.base
@@ -505,8 +500,7 @@ class MakeQueryLists:
         number: Int32,
         sums: cute.Tensor,
     ) -> Int32:
-        """Write the items of the queries from first_row on of all sequences, the first of which is
-        item `number`. Returns the number of the next item."""
+        """Write the items of queries from first_row on, from item `number`; the next number."""
         thread, _, _ = cute.arch.thread_idx()
         for base in cutlass.range(0, args.num_tiles, SCAN_THREADS, unroll=1):
             tile = base + thread
@@ -618,8 +612,7 @@ def _first_of_keys(sequence: Sequence, lengths: Lengths, size: Int32) -> Int32:
 
 @cute.jit
 def _running_in_cta(value: Int32, sums: cute.Tensor, thread: Int32) -> tuple[Int32, Int32]:
-    """The sum of the values of this thread and of those before it, and of all. sums: memory, a
-    word for each warp."""
+    """The sum of the values up to this thread's, and of all. sums: memory, a word for each warp."""
     warp, lane, num_warps = thread // WARP, thread % WARP, cute.size(sums)
     own = running(value, operator.add)
     if lane == WARP - 1:

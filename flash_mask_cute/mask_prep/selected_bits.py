@@ -56,11 +56,8 @@ def selected_bits(
     by_entry: int32 or int64 (batch | 1, heads, rows, k), any strides. num_blocks: of the longest
     sequence; larger and negative numbers are in no bit. cu_seqlens_q: where the rows of all
     sequences are in one entry. On a GPU one launch on the current stream, which must be a stream of
-    that GPU, reads all of them when it runs; a replayed CUDA graph reads them again.
-
-    Raises:
-        NotImplementedError: there is no kernel for the device.
-    """
+    that GPU, reads all of them when it runs; a replayed CUDA graph reads them again. Raises
+    NotImplementedError: there is no kernel for the device."""
     made = empty_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
     if made.of_any.numel() == 0:
         return made

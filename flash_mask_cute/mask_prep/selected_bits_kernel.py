@@ -104,10 +104,7 @@ class SelectedBits:
     def _set_bits(
         self, mEntries: cute.Tensor, sBits: cute.Tensor, first: Int32, end: Int32, base: Int32
     ):
-        """Set the bits of ROWS queries from `first` on, before `end`, of the blocks from `base` on.
-
-        Lanes have the entries of one query, or of several with few.
-        """
+        """Set bits of ROWS queries from `first` on, before `end`, of blocks from `base` on."""
         lane, k = cute.arch.lane_idx(), mEntries.shape[1]
         lanes = cutlass.max(cutlass.min(k, WARP), 1)
         rows = cutlass.min(WARP // lanes, ROWS)
@@ -128,8 +125,7 @@ class SelectedBits:
 
     @cute.jit
     def _entry(self, mEntries: cute.Tensor, row: Int32, end: Int32, i: Int32, base: Int32) -> Int32:
-        """Entry i of a query, counted from block `base`; negative if it is none of the SPAN blocks
-        from there on."""
+        """Entry i of a query, counted from block `base`; negative outside of SPAN blocks."""
         found = Int32(-1)
         if (row < end) & (i < mEntries.shape[1]):
             block = mEntries[row, i] - base

@@ -95,10 +95,7 @@ def _levels(name: str, value: Any) -> int:
 
 
 def _rectangle(rows: Any, depth: int) -> list[Any]:
-    """Pad lists with zeros to equal length, which changes nothing.
-
-    Empty documents go before the others, empty answers behind the others.
-    """
+    """Pad lists with zeros: empty documents before the others, empty answers after the others."""
     filler: Any = 0
     if depth == 2:
         width = max((len(parts) for row in rows for parts in row), default=0)

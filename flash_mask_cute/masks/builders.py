@@ -193,7 +193,7 @@ def prefix_lm_document(
         )
     ends = _ends(sizes, seqlen)
     starts = F.pad(ends, (1, 0))[:, :-1]
-    # not the smaller of two ends: a prefix may be as long as an int32 can tell
+    # not the smaller of two ends: a prefix may be as long as an int32 can hold
     prefix_ends = starts + torch.minimum(prefix_sizes, ends - starts)
     # each document is two segments; -1 stands for a key's own position
     row_ends = torch.stack((ends, ends), dim=-1).flatten(1)
@@ -611,8 +611,7 @@ def _self_attention(indices: Tensor, causal: bool, documents: bool = False) -> C
 
 
 def _counted(indices: Tensor) -> Tensor:
-    """The same as a tensor whose changes torch counts, so that the mask keeps what is computed of
-    it. torch counts none for what is made in inference mode."""
+    """The same with a version that torch counts; tensors of inference mode have none."""
     # a graph keeps nothing, and Dynamo does not know the question
     if torch.compiler.is_compiling() or not indices.is_inference():
         return indices

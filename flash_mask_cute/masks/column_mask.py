@@ -38,10 +38,7 @@ _Result = TypeVar("_Result")
 def _outside_inference_mode(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Run the function outside inference mode, so that its tensors can be written again later.
-
-    Checking the mode first is cheaper than leaving a mode that is off.
-    """
+    """Run the function outside inference mode, so that its tensors can be written again later."""
 
     @functools.wraps(function)
     def call(*args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
@@ -397,7 +394,7 @@ class ColumnMask:
         a collective of torch.distributed, in a replayed graph) need `refresh()`.
 
         Everything runs on the current stream without waiting, in one launch. A call captured into a
-        CUDA graph captures the launch only if the bounds are not there yet.
+        CUDA graph captures the launch only if the bounds do not exist yet.
 
         Raises:
             TypeError, ValueError: an argument is unusable, such as a tensor subclass.
@@ -563,10 +560,7 @@ def _range(name: str, value: Any, most: int, what: str) -> tuple[int, int]:
 
 
 def _common_rows(masks: Sequence[ColumnMask]) -> int | Literal["any"] | None:
-    """The number of queries that masks of the same keys were made for, if they agree.
-
-    One of unknown number takes that of the others.
-    """
+    """The common number of queries of masks of the same keys; an unknown one fits any."""
     keys = [mask.startend_row_indices.shape[2] for mask in masks]
     devices = [mask.device for mask in masks]
     rows: list[Any] = [mask.seqlen_q for mask in masks]
@@ -622,8 +616,7 @@ class Documents(NamedTuple):
 
 @dataclass
 class _Found:
-    """Documents, their tensors, their bounds for `BOUNDS_TILE`, and the version of the intervals
-    that they were computed from."""
+    """Documents, their tensors, bounds for `BOUNDS_TILE`, and the version of their intervals."""
 
     split: DocumentTensors
     documents: Documents

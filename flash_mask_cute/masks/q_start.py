@@ -1,6 +1,6 @@
 """The position of the first query: the argument `q_start`, from the public functions to a kernel.
 
-Of a kernel (`core/lengths.py`) and of a torch operator it is a number, of which `AT_END` is "end".
+Of a kernel (`core/lengths.py`) and of a torch operator it is a number; `AT_END` means "end".
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class QStart(NamedTuple):
     def of_sequence(
         self, q_starts: Tensor | None, batch_idx: int, used: SeqlenInfoQK
     ) -> int | None:
-        """The position in one sequence, as an int. q_starts: `Tensors.q_starts`. used: its
-        lengths."""
+        """The position in one sequence, an int. q_starts: `Tensors.q_starts`. used: lengths."""
         if self.kind == EACH and q_starts is not None:
             return int(q_starts[batch_idx])
         return int(used.seqlen_k - used.seqlen_q) if self.kind == END else self.number

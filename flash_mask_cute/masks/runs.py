@@ -121,6 +121,15 @@ def fit_vectors(runs: HiddenRuns, diagonal: Tensor | int, num_rows: int, is_caus
     return torch.stack(vectors, dim=-1).int()
 
 
+def vectors_of(masks: list[tuple[Tensor, bool]], num_rows: int) -> Tensor | None:
+    """The vectors that hide what at least one mask hides (`hidden_runs`), without causal masking;
+    None: some key has more than two runs. The call waits for the device."""
+    runs = hidden_runs(masks, num_rows)
+    if bool((runs.num_runs > 2).any()):
+        return None
+    return fit_vectors(runs, 0, num_rows, is_causal=False)
+
+
 def in_form(indices: Tensor, causal: bool, num_vectors: int, num_rows: int) -> Tensor:
     """The same mask with more vectors; nothing is read. num_rows: no row is as large."""
     n = indices.shape[3]

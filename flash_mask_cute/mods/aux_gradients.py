@@ -44,7 +44,7 @@ class AuxSums:
 
     targets: by number of the aux tensor, fp32 tensors of the same shape, or words of exact sums,
     whose first mode is the word. A target of one mode more has sums for each batch entry. once: the
-    tensors of which no two scores of a tile read the same element.
+    tensors where no two scores of a tile read the same element.
     """
 
     def __init__(

@@ -60,11 +60,7 @@ _noted: set[PlainRead] | None = None
 def notes_reads() -> Iterator[set[PlainRead]]:
     """Context around a compilation for the CPU: records the reads of callables called inside.
 
-    Only one thread at a time may use it.
-
-    Raises:
-        NotPlainError: raised in the body, see there.
-    """
+    Only one thread at a time may use it. Raises NotPlainError: raised in the body, see there."""
     global _noted
     _noted = set()
     try:
@@ -83,8 +79,7 @@ class ReadAxis(Enum):
 
 
 class PlacedRead(NamedTuple):
-    """A read of an aux tensor by places and numbers, one for each dimension. The places may be
-    limited to the extents."""
+    """A read by places and numbers, one for each dimension; places may be limited to extents."""
 
     number: int
     indices: tuple[ReadAxis | int, ...]
@@ -252,20 +247,15 @@ class AuxTensors(tuple):
             raise ModMistake(ValueError, text) from error
 
     def finish(self) -> None:
-        """Called when the callable has returned.
-
-        Raises:
-            NotImplementedError: reads are checked, and the callable uses a tensor in an uncheckable
-                way.
-        """
+        """Called when the callable has returned. Raises NotImplementedError: reads are checked, and
+        the callable uses a tensor in an uncheckable way."""
         for check in {tensor.check for tensor in self}:
             if check is not None:
                 check.finish()
 
 
 class _Mode(NamedTuple):
-    """A dimension of a read: its number, the index (None for a slice that keeps it), and the
-    extent."""
+    """A dimension of a read: its number, the index (None for a slice), and the extent."""
 
     dimension: int
     index: Any

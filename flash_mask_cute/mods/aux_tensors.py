@@ -30,14 +30,10 @@ def is_read_on(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse an aux tensor that callables cannot read. On the CPU, float64 can be read, too.
-
-    Raises:
-        TypeError: the dtype is not readable, or it is a tensor subclass.
-        NotImplementedError: it belongs to a transform, such as vmap.
-        ValueError: it has no dimension or more than four, another device than q, or is lazily
-        negated.
-    """
+    """Refuse an aux tensor that callables cannot read. On the CPU, float64 can be read, too. Raises
+    TypeError: the dtype is not readable, or it is a tensor subclass; NotImplementedError: it
+    belongs to a transform, such as vmap; ValueError: it has no dimension or more than four, another
+    device than q, or is lazily."""
     check_plain(name, tensor)
     if not is_read_on(tensor.dtype, device):
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in AUX_DTYPES)
@@ -52,7 +48,7 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
         raise ValueError(f"{name} must be on the device of q ({device}), got {tensor.device}")
     if tensor.is_neg():
         raise ValueError(
-            f"{name} must be in memory as it is, got the negative of what is there (is_neg(), as "
+            f"{name} must be in memory as it is, got the negative of its memory (is_neg(), as "
             "x.conj().imag is); pass x.resolve_neg()"
         )
 
@@ -93,11 +89,8 @@ def new_record() -> torch.Tensor:
 def check_record(record: torch.Tensor, kind: str, mod: Callable[..., Any]) -> None:
     """Check the record after code for the CPU has run.
 
-    kind: "mask_mod", "score_mod" or "score_mod_bwd".
-
-    Raises:
-        OutsideError: the callable read outside an aux tensor.
-    """
+    kind: "mask_mod", "score_mod" or "score_mod_bwd". Raises OutsideError: the callable read outside
+    an aux tensor."""
     if not record[0]:
         return
     from flash_mask_cute.mods.errors import describe

@@ -319,8 +319,7 @@ class ScoreModTraits(NamedTuple):
 
     @staticmethod
     def create(score_mod: Callable[..., Any], aux_tensors: Any) -> "ScoreModTraits":
-        """Called while a kernel is traced. Traces the callable twice more, and removes the
-        operations."""
+        """For tracing a kernel: traces the callable twice more, and removes these operations."""
         with ir_analysis.draft():
             score = cute.full((1,), Float32(0.0), Float32)[0]
             places = (Int32(0) for _ in range(4))

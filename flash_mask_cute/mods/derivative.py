@@ -51,18 +51,12 @@ def differentiate(
     Called while a kernel is traced, for one score. aux_tensors: the list that the modifier expects,
     or None. wants_aux: indices of the aux tensors whose gradients are wanted.
 
-    Returns:
-        value: the result of `call_score_mod`.
-        d_score: d value / d score.
-        aux_terms: (index of the aux tensor, coordinates, d value / d element) for each read of an
-            element of a wanted aux tensor on which the value depends. An element that is read twice
-            has two terms, which add up.
-
-    Raises:
-        NotImplementedError: the modifier applies an operation without a derivative here to the
-            score, or to a wanted aux tensor; the message names the operation.
-        ValueError: wants_aux names a tensor that does not exist, or has integers.
-    """
+    Returns: value: the result of `call_score_mod`. d_score: d value / d score. aux_terms: (index of
+    the aux tensor, coordinates, d value / d element) for each read of an element of a wanted aux
+    tensor on which the value depends. An element that is read twice has two terms, which add up.
+    Raises NotImplementedError: the modifier applies an operation without a derivative here to the
+    score, or to a wanted aux tensor; the message names the operation; ValueError: wants_aux names a
+    tensor that does not exist, or has integers."""
     # A copy of the score, and views of the tensors, that only this call of the modifier can use.
     block = ir.InsertionPoint.current.block
     given_score = cute.full((1,), score, Float32)[0]
@@ -463,10 +457,7 @@ def _is_one_number(value: ir.Value) -> bool:
 
 
 def _values_that_depend_on(origins: Sequence[ir.Value], block: ir.Block) -> set[int]:
-    """Keys of all values in the block that depend on an origin.
-
-    Branches that use such values are flattened (`_flatten`).
-    """
+    """Keys of all values in the block that depend on an origin, branches flattened (`_flatten`)."""
     found: set[int] = set()
     pending = list(origins)
     while pending:
@@ -536,8 +527,7 @@ _SPECULATED = {
 
 
 def _flatten(branch: ir.Operation, user: ir.Operation) -> None:
-    """If `user` is inside a branch, compute both sides before the branch, which becomes a
-    select."""
+    """If `user` is in a branch, compute both sides before it; the branch becomes a select."""
     if branch == user:
         return
     if branch.name != "scf.if":
@@ -590,8 +580,7 @@ def _by_side(i: int, is_taken: bool, o: _Step) -> Float32 | None:
 
 
 def _gradient(value: ir.Value, active: set[int]) -> dict[int, Float32]:
-    """Keys of the active values on which `value` depends, and its derivatives with respect to
-    them."""
+    """Keys of the active values that determine `value`, and its derivatives by them."""
     gradient = {_key(value): Float32(1.0)} if _key(value) in active else {}
     for operation in _reverse_order(value, active):
         step = _Step(operation, [gradient.get(_key(x)) for x in operation.results])

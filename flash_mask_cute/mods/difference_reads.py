@@ -196,8 +196,7 @@ class _Trace:
         return DifferenceRead(number, read.number, tuple(terms), batch, head, is_computed)
 
     def _is_same_by_difference(self, operation: ir.Operation) -> bool:
-        """Whether an operation gives the same with other terms of the same difference, and reads
-        only what `answered_reads` was asked for."""
+        """Whether an operation depends on the difference alone, and reads `answered_reads`."""
         if operation.name == "arith.cmpi":
             return ir.IntegerAttr(operation.attributes["predicate"]).value in _SIGNED
         if operation.name not in _LOADS:
@@ -316,8 +315,7 @@ class ModWithTables:
 
 
 class _Sums(NamedTuple):
-    """A difference, as the sum of what follows from the query and from the key. are_places: each is
-    the place itself, or its negative."""
+    """A sum of parts of the query and of the key. are_places: each is the place, or minus it."""
 
     of_query: Int32
     of_key: Int32

@@ -54,8 +54,7 @@ class SummedRead(NamedTuple):
 
 
 def summed_reads(score_mod: Any, reads: ModReads, of_masks: bool) -> tuple[SummedRead, ...]:
-    """Those that the plan has chosen for mask warps, or for MMA warps. reads: all of the wanted
-    tensors."""
+    """Those planned for mask warps, or for MMA warps. reads: all of the wanted tensors."""
     if not isinstance(score_mod, ModWithTables):
         return ()
     found, first = [], 0

@@ -83,8 +83,7 @@ def _last_line(error: BaseException | None) -> str | None:
 
 
 def _split(error: BaseException | None) -> tuple[str | None, int, list[str]]:
-    """The place in the user's code that raised an error, and the compiler functions called from
-    there, innermost last."""
+    """The place in the user's code that raised an error, and the compiler functions under it."""
     file, at, inside = None, 0, []
     for frame, line in traceback.walk_tb(None if error is None else error.__traceback__):
         path = frame.f_code.co_filename
@@ -188,6 +187,5 @@ def _refuse_not(vector: cute.TensorSSA, **_: Any) -> NoReturn:
 
 
 def _inverted(vector: cute.TensorSSA) -> cute.TensorSSA:
-    """`~`: the compiler's version returns a vector that is no TensorSSA, which nothing else
-    accepts."""
+    """`~`, which the compiler's version returns as a vector that is no TensorSSA."""
     return vector ^ (True if vector.dtype is cutlass.Boolean else -1)

@@ -16,8 +16,7 @@ _BY_ELEMENT = {"arith", "math"}
 
 @contextmanager
 def draft() -> Iterator[None]:
-    """A context whose IR is removed at its end; not after an error, whose report may show
-    values."""
+    """A context whose IR is removed at its end, but not after an error, which may show it."""
     place = scf.IfOp(Boolean(False).ir_value())
     with ir.InsertionPoint(place.then_block):
         yield
@@ -41,8 +40,7 @@ def reaches_function(origin: ir.Value) -> bool:
 
 
 def is_by_element(*origins: cute.TensorSSA) -> bool:
-    """Whether everything that is computed from vectors, and used, is computed element by
-    element."""
+    """Whether all that is computed from vectors, and used, is computed by element."""
     users = (user for origin in origins for user in _users_of(origin.ir_value()))
     return all(_is_by_element(user) or _is_unused_element(user) for user in users)
 
@@ -105,10 +103,7 @@ def _users_of(origin: ir.Value) -> Iterator[ir.Operation]:
 
 
 def _fast_function(operation: ir.Operation) -> str:
-    """The function that an operation computes by a fast instruction, if that can be seen.
-
-    A slow version has so much other arithmetic that the exponential unit has time to spare.
-    """
+    """The function that an operation computes by one fast instruction, if it can be seen."""
     attributes = operation.attributes
     for name in ("intrin", "asm_string"):
         if name in attributes:
@@ -129,10 +124,7 @@ def _is_moderate(factor: float) -> bool:
 
 
 def _last_product(value: Float32) -> tuple[float, ir.Value]:
-    """The positive number by which a mod multiplied last, and the multiplied value.
-
-    Without such a product, 1 and the value itself.
-    """
+    """The positive number that a mod multiplied by last, or 1, and the multiplied value."""
     result = value.ir_value()
     product = _maker(result)
     if product is not None and product.name == "vector.extract":

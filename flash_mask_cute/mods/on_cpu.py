@@ -51,15 +51,10 @@ def eval_mask_mod(
 
     q_idx (rows,) and k_idx (cols,): int32, positions inside the sequence, in any order. head_idx:
     the query head. aux_tensors: on the CPU, of 1 to 4 dimensions, any strides, with a dtype among
-    AUX_DTYPES.
-
-    Raises:
-        IndexError: for some of these queries and keys the callable reads outside an aux tensor; no
-            memory outside was read.
-        TypeError, ValueError: an aux tensor has another dtype, rank or device; or the callable
-            reaches something that `callable_key` does not know.
-        NotImplementedError: the callable uses a GPU-only instruction.
-    """
+    AUX_DTYPES. Raises IndexError: for some of these queries and keys the callable reads outside an
+    aux tensor; no memory outside was read; TypeError, ValueError: an aux tensor has another dtype,
+    rank or device; or the callable reaches something that `callable_key` does not know;
+    NotImplementedError: the callable uses a GPU-only instruction."""
     visible = torch.empty((q_idx.shape[0], k_idx.shape[0]), dtype=torch.uint8, device="cpu")
     place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
     _run("mask_mod", mask_mod, (visible,), place)
@@ -97,11 +92,8 @@ def eval_score_mod_derivative(
 ) -> tuple[Tensor, Tensor]:
     """The modified scores and their derivatives, new float32 tensors (rows, cols).
 
-    The arguments and the errors are those of `eval_score_mod`.
-
-    Raises:
-        NotImplementedError: also if the callable has no derivative, see `differentiate`.
-    """
+    The arguments and the errors are those of `eval_score_mod`. Raises NotImplementedError: also if
+    the callable has no derivative, see `differentiate`."""
     modified = scores.to(torch.float32, copy=True)
     derivative = torch.empty_like(modified)
     values = modified, derivative
@@ -123,12 +115,9 @@ def add_aux_gradients(
     """Add the gradients of aux tensors to aux_sums, float64 tensors by index of the aux tensor.
 
     grads_and_scores: gradients of the modified scores, float32 (rows, cols), and the scores; where
-    gradients are 0, nothing is added.
-    The other arguments and the errors are those of `eval_score_mod`.
-
-    Raises:
-        NotImplementedError: also if the callable has no derivative, see `differentiate`.
-    """
+    gradients are 0, nothing is added. The other arguments and the errors are those of
+    `eval_score_mod`. Raises NotImplementedError: also if the callable has no derivative, see
+    `differentiate`."""
     grads, scores = grads_and_scores
     values = scores.to(torch.float32), grads.to(torch.float32)
     place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
@@ -298,11 +287,8 @@ def compile_for_host(
     """Compile a jit function that calls a user callable for the CPU. The caller holds
     `compile_lock`.
 
-    named_mod: "mask_mod", "score_mod" or "score_mod_bwd", with the callable.
-
-    Raises:
-        NotImplementedError: the callable uses a GPU-only instruction.
-    """
+    named_mod: "mask_mod", "score_mod" or "score_mod_bwd", with the callable. Raises
+    NotImplementedError: the callable uses a GPU-only instruction."""
     import cutlass.cute as cute
 
     from flash_mask_cute.mods.errors import describe
@@ -454,8 +440,7 @@ def _evaluate_score_mod_bwd(
 
 
 class _Kind(NamedTuple):
-    """What to compute from a callable, which kind of callable it is, and the dtypes of the tensors
-    (rows, cols) that the computation takes."""
+    """What to compute from a callable, its kind, and the dtypes of the tensors (rows, cols)."""
 
     evaluate: Callable[..., tuple[Any, ...]]
     callable: str

@@ -79,10 +79,7 @@ def analyse_reads(
     """The reads of the aux tensors with numbers in wants_aux.
 
     Called while a function is traced. Differentiates the callable, and removes the operations.
-
-    Raises:
-        NotImplementedError, ValueError: as `differentiate`.
-    """
+    Raises NotImplementedError, ValueError as `differentiate`."""
     with ir_analysis.draft(), noted_limits() as limits:
         places = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
@@ -426,7 +423,7 @@ def _added(
 def _compared(
     operation: ir.Operation, inputs: list[_Value]
 ) -> tuple[tuple[tuple[int, int], ...], int | None] | None:
-    """The difference whose sign a comparison of two sums tells; None: nothing is known of it."""
+    """The difference whose sign a comparison of two sums gives; None: nothing is known of it."""
     if not all(x.kind in (Kind.FIXED, Kind.SUM) and x.span is not None for x in inputs):
         return None
     # equal, unequal, and signed
@@ -437,7 +434,7 @@ def _compared(
 
 
 def _lowest(terms: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Terms of which all multiples are functions of each other: without common factor and sign."""
+    """Terms without common factor and sign: all multiples are functions of each other."""
     if not terms:
         return terms
     divisor = math.gcd(*(n for _, n in terms)) * (1 if terms[0][1] > 0 else -1)
@@ -542,8 +539,7 @@ def _is_extent(operation: ir.Operation) -> bool:
 
 
 def _leaf(leaves: ir.Operation, value: ir.Value) -> ir.Value | None:
-    """The number that a value is, if it was taken out of a coordinate that numbers were made
-    into."""
+    """The number behind a value that was taken out of a coordinate."""
     if leaves.name != "cute.get_leaves":
         return None
     made = maker_of(operands_of(leaves)[0])
@@ -617,8 +613,7 @@ def _factor(factor: Float32) -> Factor:
 
 
 def _found(rule: Callable[[ir.Value, dict[int, _T]], _T], value: ir.Value) -> _T:
-    """What a rule finds for a value, by what it has found for operands: those come first, each
-    once, however often it is used."""
+    """What a rule finds for a value, after it ran once on each of the operands."""
     found: dict[int, _T] = {}
     pending = [value]
     while pending:

@@ -1,6 +1,6 @@
 """Classes of reads of aux tensors, by what the element that is read depends on.
 
-The gradient of an element is a sum over the scores that read it. The class tells which scores these
+The gradient of an element is a sum over the scores that read it. The class says which scores these
 are, and so where the sum can be made (docs/mods.md#classes-of-reads). `read_analysis` finds the
 class in the trace of a score_mod.
 """
@@ -120,8 +120,7 @@ class ModReads(NamedTuple):
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """The tensors whose elements are the same in all batch entries, and whose gradients are
-        sums of dS times constants."""
+        """Tensors that batch entries share, and whose gradients sum dS times constants."""
         if not self.is_batch_invariant_bias:
             return ()
         of_sums = (i for i in self.multi_reader if self.tensors[i].has_constant_factors)
@@ -129,12 +128,12 @@ class ModReads(NamedTuple):
 
     @property
     def shared_once(self) -> tuple[int, ...]:
-        """Those of them of which a batch entry's scores each read another element."""
+        """Those of them where each score of a batch entry reads another element."""
         return tuple(i for i in self.shared if self.tensors[i].read_once_an_entry)
 
     @property
     def of_any(self) -> tuple[int, ...]:
-        """The tensors of which some score reads an element."""
+        """The tensors that some score reads."""
         tensors = self.tensors.items()
         return tuple(i for i, x in tensors if x.read_class is not ReadClass.UNREAD)
 
@@ -169,7 +168,7 @@ class DifferenceTerm(NamedTuple):
 
 
 class DifferenceRead(NamedTuple):
-    """A read by a difference, the sum of terms of which one has the factor 1 or -1.
+    """A read by a difference, the sum of terms; one has the factor 1 or -1.
 
     number: among the reads of the score_mod. tensor: the number of the aux tensor. by_batch,
     by_head: the element depends on the batch entry, the query head. is_computed: its indices take

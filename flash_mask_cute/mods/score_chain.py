@@ -462,8 +462,7 @@ class ScoreChain:
         group: cutlass.Constexpr[LineGroup],
         grads: cute.Tensor,
     ) -> None:
-        """The sums along the lines of each grid rectangle. grads: moved along diagonals,
-        once for all rectangles."""
+        """The sums along the lines of each grid rectangle. grads: moved along diagonals, once."""
         work = block[0]
         q_idx, k_idx = self._first_of(block, first_col)
         k_idx = k_idx + self.lines.first_row()
@@ -522,8 +521,7 @@ class ScoreChain:
         grads: cute.Tensor,
         sides: tuple[Int32, Int32, Int32, Int32 | None],
     ) -> list[Float32]:
-        """A thread's parts of the lines in a rectangle. sides: its first query, the one behind its
-        last, and the same of keys; None: it has all keys of the warp."""
+        """A thread's parts of the lines in a rectangle. sides: its ends; None: all keys."""
         first_q, end_q, first_k, end_k = sides
         q_idx, k_idx = self._first_of(block, first_col)
         queries = (q_idx + x for x in self.lines.moved_cols(cute.size(grads, mode=[1])))
@@ -542,8 +540,7 @@ class ScoreChain:
         totals: list[tuple[Float32, Int32]],
         corner: tuple[Int32, Int32],
     ) -> None:
-        """Add the totals of lines to their elements (`Lines.totals`). corner: the first query and
-        the first key with the elements of these lines."""
+        """Add totals of lines to elements (`Lines.totals`). corner: their first query and key."""
         targets = self._targets()
         others = group.reads
         if group.cuts and self.by_difference is not None:
@@ -604,8 +601,7 @@ class ScoreChain:
         number: Int32,
         corner: tuple[Int32, Int32],
     ) -> tuple:
-        """The position of a score on a line of a warp, as callables see it; any position if no
-        score of the line is there."""
+        """The position of a score on a line of a warp; any position if the line has none there."""
         work, head_idx, _ = block
         q_idx, first_k = self._first_of(block, first_col)
         q_idx, k_idx = q_idx + number, Int32(0)

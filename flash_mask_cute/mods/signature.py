@@ -55,7 +55,7 @@ def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(mod)
     except (TypeError, ValueError):
-        return  # some callables in C do not tell
+        return  # some callables in C have no signature
     is_foreign = _FOREIGN_ARGUMENT in signature.parameters
     try:
         signature.bind(*expected)

@@ -41,7 +41,7 @@ class TableColumns(Protocol):
     """The keys of a block that a thread has scores of, as columns in ascending order."""
 
     def width(self, num_cols: int) -> int:
-        """Keys of a block of which a thread has `num_cols` columns."""
+        """Keys of a block where a thread has `num_cols` columns."""
         ...
 
     def first(self) -> Int32:
@@ -242,8 +242,7 @@ def _at(row: cute.Tensor, key: Int32) -> cute.Pointer:
 
 
 def load_words(address: cute.Pointer, bits: int) -> list[Int32]:
-    """8 to 128 bits at an aligned address, in one load. No kernel writes to aux tensors, so it may
-    be moved."""
+    """8 to 128 aligned bits in one load, which may be moved: nobody writes aux tensors."""
     if bits <= WORD_BITS:
         dtype = _UNSIGNED[bits]
         return [Int32(dtype(_load_invariant(address, dtype.mlir_type)))]

@@ -92,8 +92,7 @@ def bias_bits(score_mod: Callable[..., Any], problem: HasScoreMod) -> int:
 def difference_reads(
     score_mod: Callable[..., Any], problem: HasScoreMod
 ) -> tuple[DifferenceRead, ...]:
-    """The reads by the score_mod of a problem that tables of differences can answer. None, if it
-    cannot be traced."""
+    """Reads by a score_mod that difference tables can answer; None if it is not traceable."""
     key = problem.score_mod, problem.aux
     trace = partial(_trace_difference_reads, score_mod, problem)
     return _remembered(_difference_reads, key, trace)

@@ -42,8 +42,7 @@ def attend_gathered(
 
 
 class _Gathered(torch.autograd.Function):
-    """The keys and values that own rows see, one rank after the other. The backward sends gradients
-    back, and sums them."""
+    """Keys and values that own rows see, rank by rank; the backward adds their gradients up."""
 
     @staticmethod
     def forward(

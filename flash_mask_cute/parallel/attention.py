@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_mask_cute.call.arguments import AttentionCall, Options, Tensors, window_sides
-from flash_mask_cute.call.check.validate import check_inputs
-from flash_mask_cute.functional import WindowSize
+from flash_mask_cute.call.check.validate import check_dense
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.parallel.agreement import check_agreement
 from flash_mask_cute.parallel.all_gather import attend_gathered
@@ -38,13 +36,13 @@ def context_parallel_attention(
     method: Method = "all_gather",
     *,
     causal: bool = False,
-    window_size: WindowSize = (None, None),
+    window_size: tuple[int | None, int | None] = (None, None),
     softcap: float = 0.0,
     softmax_scale: float | None = None,
     learnable_sink: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Self-attention over a sequence of which each rank of a group holds some rows.
+    """Self-attention over a sequence, where each rank of a group holds some rows.
 
     Every rank calls it with its rows of q (batch, rows, heads_q, head_dim), k (batch, rows,
     heads_kv, head_dim) and v, as `plan.shard` gives them, and with the same other arguments. It has
@@ -60,7 +58,7 @@ def context_parallel_attention(
     are exchanged for heads; heads_q is a multiple of the ranks, heads_kv a multiple or a divisor.
     docs/context_parallel.md compares them. When a mask is new, or was changed, ranks compare what
     they were given, and the first two methods find what each rank sees. That waits for the device.
-    Ranks that pass different masks, both of which the group has had, are told in a later call.
+    If ranks pass different masks that the group has used before, a later call raises.
 
     Returns:
         out (batch, rows, heads_q, head_dim_v) of the own rows.
@@ -88,14 +86,12 @@ def context_parallel_attention(
         raise ValueError(f"method={method!r} is none of {', '.join(map(repr, METHODS))}")
     for name, value in (("causal", causal), ("deterministic", deterministic)):
         check_bool(name, value)
-    left, right = window_sides(window_size)
     peers = Peers.of(group)
     _check(q, k, v, mask, plan, peers)
     # what attention would refuse after the first message
-    options = Options(softmax_scale, causal, left, right, softcap)
-    tensors = Tensors(q, k, v, learnable_sink=learnable_sink)
-    check_inputs(AttentionCall(tensors, None, options))
-    settings = Settings(softmax_scale, softcap, deterministic, causal, (left, right))
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}
+    window = check_dense(q, k, v, learnable_sink=learnable_sink, window_size=window_size, **options)
+    settings = Settings(softmax_scale, softcap, deterministic, causal, window)
     if method == "ulysses":
         check_heads(q.shape[2], k.shape[2], peers.world)
     else:

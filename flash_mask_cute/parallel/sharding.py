@@ -35,7 +35,7 @@ def sharded(
     method: Method = "all_gather",
 ) -> Iterator[None]:
     """Attention of models of transformers (`integrations.transformers`) is that of a whole sequence
-    of which this rank holds the rows of plan.
+    where this rank holds the rows of plan.
 
     It is around the forward of a step, and around a backward that computes layers again
     (checkpointing). The model is called with `plan.shard(input_ids, rank)` and the position_ids of

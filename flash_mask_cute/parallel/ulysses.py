@@ -100,8 +100,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _exchange(peers: Peers, to_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(batch, row, heads, ...): each rank gets a share of dimension `split`, and the shares that
-    come are joined in the other one."""
+    """(batch, row, heads, ...): scatter dimension `split` over ranks, and gather the other one."""
     split, joined = (2, 1) if to_heads else (1, 2)
     world, rank = peers.world, peers.rank
     shares = [x.chunk(world, split) for x in tensors]

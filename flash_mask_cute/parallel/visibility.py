@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.masks.column_mask import ColumnMask
-from flash_mask_cute.masks.runs import HiddenRuns, fit_vectors, hidden_runs
+from flash_mask_cute.masks.runs import vectors_of
 from flash_mask_cute.rules.intervals import Intervals
 
 Window: TypeAlias = tuple[int | None, int | None]
@@ -94,14 +94,15 @@ class Visibility(NamedTuple):
 
     def fits(self, num_rows: int) -> bool:
         """Whether column intervals hold it: no key is hidden from more than two separate ranges."""
-        return bool((self._runs(num_rows).num_runs <= 2).all())
+        return self._vectors(num_rows) is not None
 
     def mask(self, num_rows: int) -> ColumnMask:
         """As column intervals, which must hold it."""
-        vectors = fit_vectors(self._runs(num_rows), 0, num_rows, is_causal=False)
+        vectors = self._vectors(num_rows)
+        assert vectors is not None
         return ColumnMask(vectors, False, documents=False, seqlen_q=num_rows)
 
-    def _runs(self, num_rows: int) -> HiddenRuns:
+    def _vectors(self, num_rows: int) -> Tensor | None:
         # each two ranges are a form of four vectors
         starts, ends = self.starts.int(), self.ends.int()
         if starts.shape[-1] % 2:
@@ -116,4 +117,4 @@ class Visibility(NamedTuple):
             )
             for i in range(0, starts.shape[-1], 2)
         ]
-        return hidden_runs(forms, num_rows)
+        return vectors_of(forms, num_rows)

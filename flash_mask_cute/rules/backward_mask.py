@@ -87,8 +87,7 @@ class BackwardMask(MaskRules):
         is_part: bool = False,
         own_keys: int | None = None,
     ):
-        """The masks of a backward kernel (`MaskedKernel`). Its fields deterministic and clears_dq
-        say how dQ is summed."""
+        """The masks of a backward kernel (`MaskedKernel`), with deterministic and clears_dq."""
         # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
         # apart anyway.
         begin_alike = not (kernel.is_causal or kernel.is_local)
@@ -216,8 +215,7 @@ class BackwardMask(MaskRules):
     def _judge_by_mask_mod(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
-        """Whether a tile that other masks leave visible is visible by lists or stored states, and
-        whether mask_mod decides about it."""
+        """Whether lists or stored states show a tile, and whether mask_mod decides about it."""
         if const_expr(self.args.mask_bits is not None):
             is_visible, needs_mask_mod = self._look_up(work, m_block, n_block, is_visible)
         else:
@@ -306,8 +304,7 @@ class BackwardMask(MaskRules):
         return words
 
     def _visible_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """Bits of each key that the band (with the end of the keys) and the intervals leave
-        visible."""
+        """Bits of each key that the band (with the end of the keys) and intervals show."""
         band = self.block_info.band(work.seqlen)
         first_q_idx = block.index * self.block_info.tile_m
         words = []

@@ -58,8 +58,7 @@ def bit_range(first: Int32, end: Int32) -> Int32:
 
 
 def bits_of(visible: tuple[Int32 | None, Int32 | None], *holes: tuple[Int32, Int32]) -> Int32:
-    """A word with the bits of a range (first, end), except the bits of the holes. A side that is
-    None is open."""
+    """A word with the bits of range (first, end) without holes; None: an open side."""
     first, end = visible
     word = Int32(ALL) if first is None else bits_from(first)
     if end is not None:

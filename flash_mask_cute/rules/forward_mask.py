@@ -231,8 +231,7 @@ class ForwardMask(MaskRules):
         return self.skip and self.has_selection
 
     def _list_start(self, work: Work) -> Any:
-        """What is known of the lists (of each owner, if there are any), or of the selection, when a
-        walk begins."""
+        """What is known of the lists (of each owner), or of the selection, when a walk begins."""
         if self.has_selection:
             return selection_walk.SelectionWords.none()
         if self.args.lists is None:
@@ -243,7 +242,7 @@ class ForwardMask(MaskRules):
         for owner in range(self._num_owners):
             first_row = self._first_row_of(work, owner)
             position = self._entries(work, owner)
-            # rows that are not there see nothing
+            # rows that do not exist see nothing
             there = first_row < work.seqlen_q
             positions.append(ListPosition(*(cutlass.select_(there, x, Int32(0)) for x in position)))
         return tuple(positions)
@@ -322,10 +321,7 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def _band_words(self, work: Work, n_block: Int32, warp_rows: MaskWarpRows) -> tuple:
-        """Bits of each row that the band (with the end of the keys) leaves visible.
-
-        Only the edges that cross the block are applied; one row of the tile decides which do.
-        """
+        """Bits of each row that the band shows, by the edges that cross the block."""
         info = self.block_info
         band = info.band(self.seqlen_of(work))
         first, end = info.query_range(work.seqlen, work.block)
@@ -403,8 +399,7 @@ class ForwardMask(MaskRules):
     def _eval_query(
         self, work: Work, n_block: Int32, warp_rows: MaskWarpRows, query: Int32, words: tuple
     ) -> tuple:
-        """Evaluate mask_mod for the first head of a query of each group, and this lane's columns;
-        the lanes' votes are the words of all its rows."""
+        """Evaluate mask_mod for a query's first head; lanes' votes are words of all its rows."""
         updated: list[Any] = []
         lane, rows = cute.arch.lane_idx(), self._rows_of_query
         for group in range(warp_rows.num_groups):
@@ -421,8 +416,7 @@ class ForwardMask(MaskRules):
     def _eval_step(
         self, work: Work, n_block: Int32, warp_rows: MaskWarpRows, first: Int32, words: tuple
     ) -> tuple:
-        """Evaluate mask_mod for some rows of each group from `first` on, and this lane's
-        columns."""
+        """Evaluate mask_mod for rows of each group from `first` on, and this lane's columns."""
         updated: list[Any] = []
         lane = cute.arch.lane_idx()
         heads = self.block_info.qhead_per_kvhead_packgqa

@@ -97,7 +97,7 @@ class Intervals:
     def seen_span(
         self, starts: Sequence[IntLike], ends: Sequence[IntLike], seqlen_q: IntLike
     ) -> tuple[IntLike, IntLike]:
-        """Rows (first, last) outside of which no row sees a key; last < first if no row does.
+        """Rows (first, last): no row outside sees a key; last < first if no row does.
 
         starts, ends: the values of the key that start and that end an interval; for several keys,
         the largest starts and the smallest ends. The span may be wider than necessary.
@@ -138,8 +138,7 @@ class Intervals:
         return reduce(or_, all_hidden), reduce(or_, cuts)
 
     def _edges(self) -> tuple[tuple[int | None, int | None], ...]:
-        """The vectors that hold the start and the end of each interval; None: the sequence's own
-        end."""
+        """The vectors of the start and the end of each interval; None: the sequence's own end."""
         if self.num_vectors == 1:
             return ((0, None),)
         if self.num_vectors == 2:

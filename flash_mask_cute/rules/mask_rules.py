@@ -139,8 +139,7 @@ class MaskBitsArgs(NamedTuple):
 
 
 class MaskedKernel(Protocol):
-    """A kernel's facts about its masks; traits: tile_m, tile_n, packed_heads, and of a forward
-    cluster_tile_m."""
+    """A kernel's masks. traits: tile_m, tile_n, packed_heads, in a forward cluster_tile_m."""
 
     traits: Any
     is_causal: bool
@@ -152,10 +151,8 @@ class MaskedKernel(Protocol):
 
 
 def check_given(name: str, given: Any, is_wanted: bool) -> None:
-    """Refuse a launch argument that the kernel was not made for, or that is missing.
-
-    :raises ValueError: names the argument
-    """
+    """Refuse a launch argument that the kernel was not made for, or that is missing. Raises
+    ValueError naming the argument."""
     if (given is not None) != is_wanted:
         raise ValueError(f"{name} must {'' if is_wanted else 'not '}be given to this kernel")
 
@@ -200,10 +197,8 @@ class MaskArgs(NamedTuple):
     ) -> "MaskArgs":
         """Made from the arguments of a launch; num_heads: heads of its walks, block_lists: the
         tensors of the lists, and the size of their blocks (None: that of the kernel's tiles).
-
-        :raises ValueError: the given tensors do not match those that the kernel was made for, or
-            mask bits are given to a kernel with a mask_mod, or beside block lists
-        """
+        Raises ValueError: the given tensors do not match those that the kernel was made for, or
+        mask bits are given to a kernel with a mask_mod, or beside block lists."""
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
         if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
@@ -392,8 +387,7 @@ class MaskRules:
     def _look_up(
         self, work: Work, m_block: Int32, n_block: Int32, is_visible: Boolean
     ) -> tuple[Boolean, Boolean]:
-        """Read the stored state of a tile that other masks leave visible: whether it is visible,
-        and whether it is partial."""
+        """Whether the stored state of a tile shows it, and whether it is partial."""
         state = Int32(0)
         if is_visible:
             for i in cutlass.range_constexpr(self._bit_tiles_per_tile):
@@ -447,8 +441,7 @@ class MaskRules:
         return self.intervals.classify(bounds, first_row, end_row, work.seqlen_q)
 
     def _column_values(self, work: Work, head_idx: Int32, k_idx: Int32) -> tuple[Int32, ...]:
-        """The interval vectors of a key, as rows of the call. The key may lie past the end of the
-        keys."""
+        """The interval vectors of a key, which may lie past the end, as rows of the call."""
         batch_idx, mask_head, k_start = self._column_place(work, head_idx)
         at = k_start + cutlass.min(k_idx, work.seqlen_k - 1)
         values = tuple(
@@ -467,8 +460,7 @@ class MaskRules:
         return batch_idx, mask_head, k_start
 
     def _eval_mask_mod(self, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32) -> Boolean:
-        """The result of mask_mod. Positions past the ends are hidden by other masks, but are
-        clamped here because mask_mod may index tensors with them."""
+        """The result of mask_mod, at positions that are clamped to the tensors' extents."""
         return self._eval_mod(self.mask_mod, work, head_idx, q_idx, k_idx)
 
     def _eval_mod(
@@ -485,8 +477,7 @@ class MaskRules:
         )
 
     def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
-        """The offsets from positions in a sequence to the positions that block lists count, or from
-        queries to the rows of a selection."""
+        """The offsets from positions to those that block lists, or rows of a selection, count."""
         if self.has_selection:
             return work.offset_q, 0
         if work.q_start is not None:
@@ -518,8 +509,7 @@ class MaskRules:
     def _judge_choice(
         self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32
     ) -> tuple[Boolean, Boolean]:
-        """Whether a query of a tile chose a block that the tile touches, and whether the selection
-        of its queries, or mask_mod, decides about the tile's scores."""
+        """Whether a query of a tile chose a block of it, and whether scores may be hidden."""
         args, info = self.args.bits, self.block_info
         tile = self.selection_tile(work, m_block)
         first_k_idx = n_block * info.tile_n

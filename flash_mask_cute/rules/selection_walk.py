@@ -1,7 +1,7 @@
 """The blocks that queries of a tile chose, as a walk over keys finds them.
 
 A warp holds the words of 1024 neighbouring blocks, one in each lane. So a walk loads once for many
-chunks, and chunks of which nobody chose anything are left out.
+chunks, and chunks without a selected block are left out.
 """
 
 import operator
@@ -68,8 +68,7 @@ def words_for(rules: Any, work: Work, base: Int32, held: SelectionWords) -> Sele
 
 @cute.jit
 def _word_of_entries(rules: Any, work: Work, word: Int32) -> Int32:
-    """The blocks among 32 that the only query chose, by its entries. Each lane may ask for another
-    word; one that does not exist is 0."""
+    """The blocks among 32 that the only query chose; 0 for a word that does not exist."""
     args = rules.args.bits
     batch_idx, head_idx, *_ = rules.selection_place(
         args.visible, work, work.head_idx, Int32(0), Int32(0)
@@ -114,8 +113,8 @@ def judge(rules: Any, held: SelectionWords, work: Work, n_block: Int32) -> tuple
 
 @cute.jit
 def chunk_before(rules: Any, held: SelectionWords, chunk_idx: Int32) -> Int32:
-    """The last chunk before this one of which a query chose something, as far as words are held;
-    else one of which the words are not held. Negative if there is none."""
+    """The last chunk before this one with a selected block, as far as words are held;
+    else one without held words. Negative if there is none."""
     block_k, tile_n = rules.args.bits.block_k, rules.block_info.tile_n
     end = (chunk_idx * CHUNK * tile_n + block_k - 1) >> _log_block(rules)
     word = held.of_any & low_bits(end - (held.first + cute.arch.lane_idx()) * WORD)
@@ -230,8 +229,7 @@ def _tiles_at(
 
 @cute.jit
 def _first_tile(rules: Any, window: Int32, word: Int32, ends: Int32, rank: Int32) -> Int32:
-    """The first key tile of a window's block with this rank, which it has. ends: the blocks in the
-    words of this lane and of those before it."""
+    """The first key tile of a window's block of this rank. ends: counts up to each lane."""
     lane = cute.arch.popc(cute.arch.vote_ballot_sync(ends <= rank))
     bits = cute.arch.shuffle_sync(word, lane)
     rank -= cute.arch.shuffle_sync(ends, lane) - cute.arch.popc(bits)

@@ -76,8 +76,7 @@ class CommonTiles(TileScheduler):
 
 @dataclass(frozen=True)
 class KeyBlockLine:
-    """The line of all key blocks of some heads of a launch. heads: work tiles of a block of
-    queries."""
+    """All key blocks of some heads of a launch, in line. heads: work tiles of a query block."""
 
     rules: ForwardMask
     lengths: Lengths
@@ -100,8 +99,7 @@ class KeyBlockLine:
 
     @cute.jit
     def locate(self, window: Window, place: Int32) -> tuple:
-        """The work tile at a place of the line, and the window moved up to it. Places must be
-        requested in ascending order."""
+        """The work tile at a place, and the window moved up to it; places must ascend."""
         batch_start, begin = window
         lane = cute.arch.lane_idx()
         of_head = self._places_of_head(batch_start + lane)
@@ -143,8 +141,7 @@ class KeyBlockLine:
         return describe(WorkTile(Int32(0), head_idx, batch_idx, Boolean(True)), self.lengths, False)
 
     def _num_blocks(self, work: Work) -> Int32:
-        """Key blocks of a work tile; a work tile that sees nothing visits one. If queries chose
-        blocks, as many as they may have chosen."""
+        """Key blocks of a work tile, at least 1; if queries chose blocks, at most as many."""
         first, end = self.rules.key_blocks(work)
         bits = self.rules.args.bits
         if bits is not None and bits.most_tiles is not None:

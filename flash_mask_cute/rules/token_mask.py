@@ -26,7 +26,7 @@ from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows
 
 @dataclass(frozen=True)
 class TokenMask(BackwardMask):
-    """`BackwardMask` of listed queries, of which block_info has the packed heads. Of a work tile
+    """`BackwardMask` of listed queries; block_info has their packed heads. Of a work tile
     first_block and end_block are the entries of its segment. by_head: the intervals or the mask_mod
     hide other scores from one head of a group than from another."""
 
@@ -77,8 +77,7 @@ class TokenMask(BackwardMask):
 
     @cute.jit
     def _judge_queries(self, ring: WalkRing, number: Int32, work: Work, base: Int32) -> Chunk:
-        """The chunk of the 32 blocks from `base` on, which will be chunk `number` of the ring and
-        gets its queries now."""
+        """The chunk of 32 blocks from `base` on, which becomes chunk `number` of the ring."""
         band = self.block_info.band(work.seqlen)
         first_key = work.block * self.block_info.tile_n
         first = work.first_block + (base + cute.arch.lane_idx()) * self.tokens_per_block
@@ -109,7 +108,7 @@ class TokenMask(BackwardMask):
         return tuple(words)
 
     def _words_of_group(self, work: Work, block: Block, k_idx: Int32) -> list:
-        """The words of a key, of which all heads of a group see the same."""
+        """The words of a key for a group whose heads all see the same."""
         words: list[Any] = [Int32(0)] * self.columns.num_words
         head_idx = work.head_idx * self.group_size
         queries = self._queries_of(work, head_idx, k_idx)

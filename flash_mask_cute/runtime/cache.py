@@ -131,20 +131,14 @@ class CompileCache:
     ) -> Compiled:
         """Return the kernel of `key`: from memory, else from disk, else from `build()`.
 
-        Args:
-            name: short name of the kernel kind, letters, digits, - and _; begins the file names.
-            key: JSON-able mapping of everything that changes the generated code, or a function that
-                makes it, called only on a miss if `token` is given.
-            build: compiles the kernel. It runs under `compile_lock()`, at most once per key among
-                all processes that share the directory; its exceptions reach the caller.
-            arch: target architecture, such as "sm_90a".
-            options: the option string given to the compiler.
-            token: a hashable equivalent of `key`. With it a hit costs one dictionary look-up;
-                without it the key is written as JSON on each call.
-
-        Raises:
-            TypeError, ValueError: `key` holds something that JSON cannot express.
-        """
+        Args: name: short name of the kernel kind, letters, digits, - and _; begins the file names.
+        key: JSON-able mapping of everything that changes the generated code, or a function that
+        makes it, called only on a miss if `token` is given. build: compiles the kernel. It runs
+        under `compile_lock()`, at most once per key among all processes that share the directory;
+        its exceptions reach the caller. arch: target architecture, such as "sm_90a". options: the
+        option string given to the compiler. token: a hashable equivalent of `key`. With it a hit
+        costs one dictionary look-up; without it the key is written as JSON on each call. Raises
+        TypeError, ValueError: `key` holds something that JSON cannot express."""
         if token is None:
             key = key() if callable(key) else key
             token = _canonical(key)
@@ -170,7 +164,7 @@ class CompileCache:
             return CacheUsage(None)
         folder = root / _LAYOUT
         kernels = num_bytes = 0
-        with contextlib.suppress(OSError):  # not there, or not readable
+        with contextlib.suppress(OSError):  # missing, or not readable
             for path in folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):  # another process evicts
                     num_bytes += path.lstat().st_size
@@ -252,11 +246,8 @@ class CompileCache:
         return Compiled(_load(content, entry.symbol), compiled.meta)
 
     def _root(self) -> Path | None:
-        """The directory, which may not exist; None if the disk is not used.
-
-        Raises:
-            RuntimeError: it would be in the home directory, and there is none.
-        """
+        """The directory, which may not exist; None if the disk is not used. Raises RuntimeError: it
+        would be in the home directory, and there is none."""
         if self._directory is not None:
             return self._directory
         value = os.environ.get(DIRECTORY_VARIABLE, "")

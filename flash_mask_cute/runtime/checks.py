@@ -23,12 +23,9 @@ INTS: tuple[Any, ...] = (Integral, torch.SymInt)
 def check_memory_layout(name: str, tensor: torch.Tensor, *, aligned: bool) -> None:
     """Check that rows are contiguous and, when `aligned`, that they start on 16-byte boundaries.
 
-    Strides of extents of size 1, and of tensors without elements, do not matter.
-
-    Raises:
-        ValueError: the last stride is not 1; or, when `aligned`, another stride is not a multiple
-            of 8 elements or the base address is not a multiple of 16 bytes.
-    """
+    Strides of extents of size 1, and of tensors without elements, do not matter. Raises ValueError:
+    the last stride is not 1; or, when `aligned`, another stride is not a multiple of 8 elements or
+    the base address is not a multiple of 16 bytes."""
     strides = tensor.stride()
     if strides[-1] != 1 and tensor.shape[-1] > 1:
         raise ValueError(
@@ -138,11 +135,8 @@ def check_scale(name: str, scale: Any) -> None:
 def number_of(name: str, value: Any) -> Any:
     """The given value, or the number in a 0-dim CPU tensor, which is read now.
 
-    Other checks decide whether the call can use it.
-
-    Raises:
-        ValueError: a tensor has dimensions, or is on a device that reading it would wait for.
-    """
+    Other checks decide whether the call can use it. Raises ValueError: a tensor has dimensions, or
+    is on a device that reading it would wait for."""
     check_number(name, value)
     return value.item() if isinstance(value, torch.Tensor) else value
 

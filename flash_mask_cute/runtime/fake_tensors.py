@@ -100,8 +100,7 @@ def int32_vector(present: bool) -> Any:
 
 
 def strided(rank: int, name: str = "int32") -> Any:
-    """A tensor with any strides. The last stride is free, too: torch does not define it if the
-    extent is 1."""
+    """A tensor with any strides; torch does not define the last one for extents of 1."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 

@@ -15,11 +15,7 @@ made: Callable[[type[Bundle], tuple[Any, ...]], Bundle] = tuple.__new__
 
 def replaced(bundle: Bundle, **changes: Any) -> Bundle:
     """As `bundle._replace(**changes)`. Where a graph breaks, Dynamo of torch 2.9 to 2.12 makes an
-    empty tuple of what that returned.
-
-    Raises:
-        TypeError: there is no such field.
-    """
+    empty tuple of what that returned. Raises TypeError: there is no such field."""
     values = list(map(changes.pop, bundle._fields, bundle))
     if changes:
         raise TypeError(f"{type(bundle).__name__} has no fields {sorted(changes)}")

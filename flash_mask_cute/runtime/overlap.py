@@ -4,7 +4,7 @@ The offset of an element is a sum of strides. Stride d is in it from 0 to n_d - 
 tensors share an element if a certain number is such a sum of the strides of both. A search decides
 that, from the largest stride on. Strides of slices of one buffer are nested, and the search takes a
 few steps. It gives up after `_MOST_VISITS` steps, which only tensors reach that `as_strided` made
-with many strides of which none is a multiple of another.
+with many strides where none is a multiple of another.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> int:
 
 
 def share_elements(one: Tensor, other: Tensor) -> bool | None:
-    """Whether an element of one tensor lies in memory of an element of the other; None: the search
-    gave up."""
+    """Whether an element of one tensor lies in an element of the other; None: gave up."""
     start, end = span_of(one)
     first, last = span_of(other)
     if not (start < last and first < end):
@@ -63,8 +62,7 @@ def share_elements(one: Tensor, other: Tensor) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def layouts_meet(one: Layout, other: Layout, distance: int) -> bool | None:
-    """`share_elements` of tensors with these layouts. distance: bytes from the first element of
-    one to that of the other."""
+    """`share_elements` of these layouts. distance: bytes between the first elements."""
     if 0 in one.shape or 0 in other.shape:
         return False
     unit = gcd(one.item, other.item, distance)
@@ -129,8 +127,7 @@ class _Tail(NamedTuple):
 
 
 def _is_sum(counts: Mapping[int, int], target: int) -> bool | None:
-    """Whether target is a sum of strides, each taken from 0 to counts[stride] times; None: the
-    search gave up."""
+    """Whether target is a sum of strides, each 0 to counts[stride] times; None: gave up."""
     strides = sorted(counts, reverse=True)
     tails = [_Tail(0, 0, True)]
     for stride in reversed(strides):
@@ -164,8 +161,7 @@ class _GaveUp(Exception):
 
 
 def _times(stride: int, most: int, rest: _Tail, target: int) -> Sequence[int]:
-    """How many times `stride` may be in a sum, so that what is left is a multiple of the divisor
-    of the rest, and not beyond its reach."""
+    """How often `stride` may be in a sum, so that the rest can be a sum of the others."""
     low, high = max(0, -((rest.reach - target) // stride)), min(most, target // stride)
     common = gcd(stride, rest.divisor)
     step = max(1, rest.divisor // common)

@@ -27,11 +27,8 @@ EXTRAS = {"transformers": Releases("5.17", "5.24")}
 
 
 def require_extra(package: str) -> None:
-    """Check that a library of `EXTRAS` is installed, in a release that is not too old.
-
-    Raises:
-        ImportError: with the `pip install` command.
-    """
+    """Check that a library of `EXTRAS` is installed, in a release that is not too old. Raises
+    ImportError: with the `pip install` command."""
     found = release_of_extra(package)
     if found is None or _numbers(found) < _numbers(EXTRAS[package].first):
         raise ImportError(

@@ -30,7 +30,7 @@ class NotPlainError(TypeError):
 
     def __init__(self, argument: str, kind: str) -> None:
         super().__init__(
-            f"{argument} must be a plain torch.Tensor, got a {kind}: kernels read memory, of which "
+            f"{argument} must be a plain torch.Tensor, got a {kind}: kernels read memory, and "
             "a subclass may have none"
         )
         self.argument = argument
@@ -62,12 +62,8 @@ def are_plain(*tensors: Any) -> bool:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is no readable memory.
-
-    Raises:
-        NotPlainError: a TypeError; the tensor is of a subclass.
-        NotImplementedError: it belongs to a transform, such as vmap.
-    """
+    """Refuse a tensor that is no readable memory. Raises NotPlainError: a TypeError; the tensor is
+    of a subclass; NotImplementedError: it belongs to a transform, such as vmap."""
     if type(tensor) not in PLAIN_TYPES:
         raise NotPlainError(name, type(tensor).__name__)
     of_transforms = torch._C._functorch
@@ -102,8 +98,7 @@ def kind_refused(check: Callable[..., None], *arguments: Any) -> NotPlainError |
 
 
 def own_memory(tensor: Tensor) -> Tensor:
-    """A plain view of a subclass tensor that leaves operators to torch and is ordinary memory;
-    everything else unchanged."""
+    """A plain view of a subclass tensor over ordinary memory; everything else unchanged."""
     kind = type(tensor)
     is_memory = kind.__torch_dispatch__ is Tensor.__torch_dispatch__
     if kind in PLAIN_TYPES or not is_memory:

@@ -2,7 +2,7 @@
 
 The files are read when the package is imported, before any other module of it. Modules are imported
 later, on demand, and the compiler reads the text of a kernel when it compiles. So after an edit or
-an upgrade beside a live process nothing tells which code a kernel was made of. `fingerprint`
+an upgrade beside a live process nothing records which code a kernel was made of. `fingerprint`
 therefore looks at the files again whenever it is asked.
 
 Importing this module imports neither cutlass nor torch, and takes 2 ms.
@@ -33,12 +33,9 @@ class Sources:
             self._trouble = f"there are no sources of flash_mask_cute in {folder}"
 
     def fingerprint(self) -> str:
-        """SHA-256 of all files, which are what they were at the import.
-
-        Raises:
-            LookupError: there are no files, as in a zip archive, they cannot be read, or they have
-                changed. The text says which.
-        """
+        """SHA-256 of all files, which are what they were at the import. Raises LookupError: there
+        are no files, as in a zip archive, they cannot be read, or they have changed. The text says
+        which."""
         if self._digest is None or not self._states:
             raise LookupError(self._trouble)
         try:

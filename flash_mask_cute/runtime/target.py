@@ -26,11 +26,8 @@ class Target:
 
     @staticmethod
     def named(arch: str) -> Target:
-        """The usual device of an arch, for compiling without such a device.
-
-        Raises:
-            ValueError: there is no kernel for the arch.
-        """
+        """The usual device of an arch, for compiling without such a device. Raises ValueError:
+        there is no kernel for the arch."""
         known = dict(ARCHS.values())
         if arch not in known:
             raise ValueError(f"target must be one of {', '.join(known)}, got {arch!r}")
@@ -43,11 +40,8 @@ class Target:
 
     @staticmethod
     def from_device(device: torch.device) -> Target:
-        """The target of a CUDA device.
-
-        Raises:
-            NotImplementedError: there is no kernel for the device's compute capability.
-        """
+        """The target of a CUDA device. Raises NotImplementedError: there is no kernel for the
+        device's compute capability."""
         index = torch.cuda.current_device() if device.index is None else device.index
         return _of_index(index)
 

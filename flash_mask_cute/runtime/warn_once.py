@@ -20,8 +20,7 @@ def warn_once(topic: str, message: str) -> None:
 
 
 def _levels_to_caller() -> int:
-    """Stack levels from the calling function to the first one of neither this package nor torch,
-    whose autograd stands between the halves of a call."""
+    """Stack levels from the calling function to the first outside of this package and torch."""
     between = __name__.partition(".")[0], "torch"
     frame, levels = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:

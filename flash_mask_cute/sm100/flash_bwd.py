@@ -506,10 +506,7 @@ class FlashAttentionBackwardSm100:
     def _hold_keys(
         self, tiles: BwdSmem, channels: Channels, tile: Int32, first: Int32, half: Int32
     ):
-        """Copy K, or V in the second half, of this thread's key of a work tile into TMEM.
-
-        All products of the previous work tile are complete: its sums have been taken.
-        """
+        """Copy K, or V in the second half, of this thread's key into TMEM, which is free."""
         traits = self.traits
         if half == 0:
             channels.q.wait(first)
@@ -545,8 +542,7 @@ class FlashAttentionBackwardSm100:
         scale: Float32 | None,
         columns: cutlass.Constexpr[range],
     ):
-        """Store 32 keys of dK or dV from TMEM to memory, through this warp's places. columns: the
-        first ones of each 32 to store."""
+        """Store 32 keys of dK or dV from TMEM by this warp's places. columns: firsts of 32."""
         traits, lane = self.traits, cute.arch.lane_idx()
         places = traits.store_places
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

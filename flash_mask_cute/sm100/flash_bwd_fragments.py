@@ -102,8 +102,7 @@ def _halves(traits: BwdTraits, mma: cute.TiledMma, n: int, first: int) -> tuple[
 
 
 def pair_products(traits: BwdTraits, storage: Any) -> Products:
-    """`products` of a pair: the layouts of its operands as products see them, in the same
-    bytes as TMA does."""
+    """`products` of a pair: layouts of operands as products see them, in TMA's bytes."""
     scores, of_dq = traits.mma_scores(), traits.mma_dq(traits.tile_d)
     by_d, by_dv = traits.mma_sums(traits.tile_d), traits.mma_sums(traits.tile_dv)
     rows, keys = traits.rows, traits.cluster_tile_n

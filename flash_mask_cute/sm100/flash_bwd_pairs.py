@@ -1,4 +1,4 @@
-"""Pairs of CTAs in the Blackwell backward: what a CTA of a pair loads, and what it tells the other.
+"""Pairs of CTAs in the Blackwell backward: what a CTA of a pair loads and sends.
 
 Two CTAs of a cluster have neighbouring keys, and walk over the same query blocks. Products have
 the 256 keys of both as rows. Operands B are shared: each CTA loads half of the queries of a block,
@@ -275,8 +275,7 @@ class Arrivals:
 
     @cute.jit
     def follow(self):
-        """Run by the mma warp of the CTA that does not issue products, in the order of the one that
-        does (`BlockProducts`)."""
+        """For the mma warp of the CTA that issues no products, in the order of `BlockProducts`."""
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while self.channels.ring.wait(tile):
             step = partial(self._pass_on, number)
@@ -346,8 +345,7 @@ class Arrivals:
 
     @cute.jit
     def _await(self, channel: Channel, there: Channel, number: Int32, tiles: cutlass.Constexpr):
-        """Wait for a fill of both CTAs. tiles: what it has, and whether that are the queries of
-        this CTA, not all of a block."""
+        """Wait for a fill of both CTAs. tiles: what it has, and if that is this CTA's alone."""
         channel.wait(number)
         if const_expr(self.traits.has_marks):
             self._clear_marked_rows(number, tiles)
@@ -423,7 +421,7 @@ class PeerGrads:
 
     @cute.jit
     def send(self, number: Int32):
-        """Tell where this warp's dS of 32 keys is, all of which it has written, behind a fence."""
+        """Report the place of this warp's dS of 32 keys, all written, after a fence."""
         if self.half == self.traits.group.rank():
             self._expect(number)
         else:
@@ -524,7 +522,7 @@ class FoldedScores:
 
     @cute.jit
     def send(self, number: Int32):
-        """Tell where this warp's dS of 32 keys is, all of which it has written, behind a fence."""
+        """Report the place of this warp's dS of 32 keys, all written, after a fence."""
         rank, ds = self.traits.group.rank(), self.channels.ds
         if self.dq_rank == rank:
             # the bytes are those of a warp of the other CTA

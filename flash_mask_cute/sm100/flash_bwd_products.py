@@ -80,10 +80,7 @@ class BlockProducts:
 
     @cute.jit
     def _issue_block(self, tile: Int32, first: Int32, number: Int32, block: Block):
-        """Issue S of a block, dK and dQ of the previous one, then dV and dP of this one.
-
-        dQ of the previous block leaves dP's columns while dV runs.
-        """
+        """Issue S of a block, dK and dQ of the previous one, then dV and dP of this one."""
         traits = self.traits
         if const_expr(traits.cta_pair):
             self.arrivals.q(number)
@@ -109,8 +106,7 @@ class BlockProducts:
 
     @cute.jit
     def _issue_block_ahead(self, tile: Int32, first: Int32, number: Int32, block: Block):
-        """Issue dV of the previous block, S of this one, dK and dQ of the previous one, then dP of
-        this one, which does not wait for its P."""
+        """Issue dV of the previous block, S of this one, dK and dQ of the previous one, then dP."""
         traits = self.traits
         if number > first:
             self._issue_late_values(number - 1, first)
@@ -282,8 +278,7 @@ class BlockProducts:
 
     @cute.jit
     def _issue_gradients(self, number: Int32, first: Int32):
-        """Issue dK and dQ of a block. This releases its Q, which also shows that keys have been
-        read."""
+        """Issue dK and dQ of a block. This releases Q, and shows that keys have been read."""
         traits, group = self.traits, self.traits.group
         q = self.channels.q
         if const_expr(traits.cta_pair):

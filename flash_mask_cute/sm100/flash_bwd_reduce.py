@@ -33,8 +33,7 @@ class DqParts:
 
     @cute.jit
     def _stage_dq(self, number: Int32, block: Block):
-        """Move dQ of a block out of TMEM, and part by part to the memory from which the send warp
-        adds it."""
+        """Move dQ of a block out of TMEM, part by part to the memory that the send warp adds."""
         traits, channels, parts = self.traits, self.channels, self.traits.parts_dq
         held = traits.held_parts if const_expr(self.registers.holds_dq) else 0
         alternating = len(parts) - held
@@ -68,8 +67,7 @@ class DqParts:
 
     @cute.jit
     def _stage_together(self, number: Int32, parts: cutlass.Constexpr[range], channel: Channel):
-        """Move parts of dQ of a block out of TMEM together, release their place there by `channel`,
-        and stage them one after the other."""
+        """Move parts of dQ out of TMEM together, release them by `channel`, and stage them."""
         num_parts = len(self.traits.parts_dq)
         umma.fence_after_wait()
         chunks = [[self._load_dq(i, c) for c in range(self._loads_of(i))] for i in parts]
@@ -89,8 +87,7 @@ class DqParts:
         return width // umma.CHUNK if self.traits.rows_of_cta == umma.ROWS else 1
 
     def _load_dq(self, part: int, load: int | Int32) -> cute.Tensor:
-        """This thread's values of a part: 32 columns of a query, or of 64 queries one half of the
-        part's columns."""
+        """This thread's values of a part: 32 columns of a query, or half of those of 64 queries."""
         traits, first = self.traits, sum(self.traits.parts_dq[:part])
         if traits.cta_pair:
             at = traits.column_dq + first // 2
@@ -103,8 +100,7 @@ class DqParts:
         return umma.load_half_lanes(at, traits.parts_dq[part], thread_in_warpgroup())
 
     def _staged(self, part: int) -> cute.Tensor:
-        """(4, rows, pieces): a thread's row of a part lies in pieces of 4 columns, tile_m rows
-        apart. So a warp writes 512 bytes at a time, or 256 twice."""
+        """(4, rows, pieces): a thread's row of a part, in pieces of 4 columns, tile_m apart."""
         shape = 4, self.traits.rows_of_cta, self.traits.parts_dq[part] // 4
         return cute.make_tensor(self.tiles.dq.iterator, cute.make_layout(shape))
 

@@ -226,10 +226,7 @@ class BlockScores:
             keep_grads(chunk, dscores)
 
     def _chunks(self, first, thread) -> Iterator:
-        """Number and values, (1, 32), of the chunks of this thread's columns from `first` on.
-
-        Each chunk is loaded while the previous one is processed.
-        """
+        """Number and values, (1, 32), of this thread's columns from `first` on, loaded ahead."""
         following = umma.load_columns(first, umma.CHUNK, thread)
         num_chunks = self.traits.queries // umma.CHUNK
         for chunk in range(num_chunks):

@@ -184,7 +184,7 @@ class BwdTraits:
         return SWIZZLED_COLUMNS if self.is_folded else None
 
     def key_box_columns(self, columns: int) -> int:
-        """The same of K or V by rows, of which there are so many columns."""
+        """The same of K or V by rows, for so many columns."""
         has_many = self.cta_pair or self.is_wide
         return SWIZZLED_COLUMNS if has_many and columns % SWIZZLED_COLUMNS == 0 else columns
 
@@ -257,8 +257,7 @@ class BwdTraits:
 
     @property
     def column_s(self) -> int:
-        """Of wide heads S and dP lie behind the sums, so that dQ may begin in their place and be
-        wider."""
+        """For wide heads S and dP lie after the sums, so that dQ may begin in their place."""
         sums = self.makes_dv * self.tile_dv + self.makes_dk * self.tile_d
         return self._taken(sums) if self.is_wide else 0
 
@@ -320,8 +319,7 @@ class BwdTraits:
 
     @property
     def holds_keys(self) -> bool:
-        """Whether TMEM has columns left for K and V, two values per column. S and dP then read half
-        as much shared memory."""
+        """Whether TMEM has room for K and V, two values a column: S and dP then read half."""
         has_room = self.values_lag and not self.is_wide
         return has_room and self.column_v + self.tile_dv // 2 <= NUM_COLUMNS
 
@@ -386,8 +384,7 @@ class BwdTraits:
 
     @property
     def bytes_with_q(self) -> int:
-        """Bytes of keys, which come with the Q of a work tile's first block, and of values with its
-        dO."""
+        """Bytes of keys, with the Q of a work tile's first block, and values, with its dO."""
         return self.tile_n * self.tile_d * 2
 
     @property
@@ -529,8 +526,7 @@ class BwdTraits:
 
     @property
     def key_columns(self) -> int:
-        """Columns of keys that lie together in lines: a product of dQ reads those of both CTAs
-        before the next columns."""
+        """Columns of keys in lines together: a product of dQ reads them of both CTAs."""
         return next(cols for cols in (64, 32) if self.columns_of_cta % cols == 0)
 
     def layout_key_columns(self) -> cute.ComposedLayout:
@@ -563,8 +559,7 @@ class BwdTraits:
         )
 
     def layout_ds(self) -> cute.ComposedLayout:
-        """(queries, keys, 1), a key's queries contiguous; in a pair half of the queries, and
-        `keys_of_ds`."""
+        """(queries, keys, 1), a key's queries contiguous; in a pair half, and `keys_of_ds`."""
         tile = (ROWS, self.rows_of_cta, self.keys_of_ds)
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, 1)
 

@@ -523,7 +523,7 @@ class FlashAttentionForwardSm100:
         # whether rows whose maximum was too old are renewed by now; whether a part of P is there
         is_last, is_early = is_first, Boolean(False)
         if const_expr(rows.takes_any_size):
-            # sums do not tell what is far below 0 from nothing, and of a far maximum nothing at all
+            # sums cannot distinguish what is far below 0 from nothing, nor show a far maximum
             is_old = is_first | rows.is_empty()[0] | rows.far()[0]
             renews = softmax_math.any_in_warp((is_old,))
         # -- P in registers, and again with newer maxima where they were too old

@@ -71,8 +71,7 @@ class WalkProducts:
 
     @cute.jit
     def _issue_block(self, tile: Int32, state: MmaState, block: Block):
-        """For each half, issue P V of the previous block, then S of this block in the place of that
-        P."""
+        """For each half, issue P V of the previous block, then S of this one in P's place."""
         number = state.blocks
         for half in cutlass.range_constexpr(self.traits.halves):
             if number > 0:
@@ -85,8 +84,7 @@ class WalkProducts:
 
     @cute.jit
     def _issue_block_ahead(self, tile: Int32, state: MmaState, block: Block):
-        """Issue S of a block, in the place of the P that the last step has multiplied; then P V of
-        the previous block."""
+        """Issue S of a block in the place of the P used last, then P V of the previous block."""
         number = state.blocks
         self.channels.k.wait(number)
         self._issue_scores(tile, state, 0)
@@ -114,10 +112,7 @@ class WalkProducts:
 
     @cute.jit
     def _issue_values(self, tile: Int32, state: MmaState, half: cutlass.Constexpr):
-        """Issue P V of the last block whose scores were issued.
-
-        If state.is_first, that was the last block of the tile before `tile`.
-        """
+        """Issue P V of the last block with scores: of the tile before `tile` if state.is_first."""
         traits, channels, block = self.traits, self.channels, state.blocks - 1
         half_tile = traits.halves * (tile - Int32(state.is_first)) + half
         number = traits.halves * block + half

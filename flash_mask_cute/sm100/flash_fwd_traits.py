@@ -57,8 +57,7 @@ SMEM_BOOKKEEPING = 3072
 
 
 class Role(IntEnum):
-    """First warp of each role; SOFTMAX has four warps for each of two halves, OUTPUT and MASK have
-    four."""
+    """First warp of each role; SOFTMAX has four warps for each half, OUTPUT and MASK have four."""
 
     SOFTMAX = 0
     OUTPUT = 8
@@ -111,8 +110,7 @@ class Products(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """Number of key blocks and cut blocks so far, and whether the next block is the first of its
-    tile."""
+    """Key blocks and cut blocks so far, and whether the next block begins a tile."""
 
     blocks: Int32
     cuts: Int32
@@ -198,8 +196,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def box_k(self) -> tuple[int, int]:
-        """The part of a key block that this CTA loads at a time: the rows that it contributes to
-        operand B."""
+        """The part of a key block that this CTA loads at a time, as rows of operand B."""
         return self.page_box or self.keys_of_cta, self.tile_d
 
     @property
@@ -213,8 +210,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
-        """The part of the output stored together: rows of a warp as (packed heads, positions), and
-        columns."""
+        """The part of the output stored together: (packed heads, positions) and columns."""
         return (self.packed_heads, ROWS_PER_WARP // self.packed_heads), self.columns_o
 
     @property
@@ -230,8 +226,7 @@ class FwdTraits(PackedHeads):
         return BUFFERS_S * self.tile_n + self.halves * self.tile_dv
 
     def buffer_s(self, half: int | Int32, number: Int32) -> int | Int32:
-        """The buffer of scores `number` of the channel: each half has one buffer; a single half
-        alternates between both."""
+        """The buffer of scores `number`: a half has one, a single half alternates between two."""
         return half if self.halves == BUFFERS_S else number % BUFFERS_S
 
     def column_s(self, buffer: int | Int32) -> int | Int32:

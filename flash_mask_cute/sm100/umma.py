@@ -108,8 +108,7 @@ class Group:
         return Boolean(self.rank() == LEADER)
 
     def meet(self) -> None:
-        """Run by all threads before `allocate`: a pair may allocate only when both CTAs have
-        started."""
+        """For all threads, before `allocate`, for which both CTAs must have started."""
         if self.is_pair:
             self.sync()
 
@@ -239,8 +238,7 @@ def _lanes(first: Int32, count: int) -> cute.Tensor:
 
 
 def load_columns(first: int | Int32, count: int, thread: Int32) -> cute.Tensor:
-    """(1, count) fp32 values of this thread's lane, starting at a column; valid after
-    `wait_loads`."""
+    """(1, count) fp32 values of this thread's lane from a column on, after `wait_loads`."""
     lanes = _lanes(first, count)
     atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), Float32)
     load = tcgen05.make_tmem_copy(atom, lanes).get_slice(thread)
@@ -264,8 +262,7 @@ def load_half_lanes(first: int | Int32, count: int, thread: Int32) -> cute.Tenso
 
 
 def store_columns(values: cute.Tensor, first: int | Int32, thread: Int32) -> None:
-    """Write 32-bit values to this thread's lane, starting at a column; `wait_stores` completes
-    it."""
+    """Write 32-bit values to this thread's lane from a column on, until `wait_stores`."""
     count = cute.size(values)
     lanes = _lanes(first, count)
     atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(count)), Float32)

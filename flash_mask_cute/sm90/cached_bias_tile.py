@@ -75,8 +75,7 @@ def evaluate(
 
 
 def statistic(first: cute.Pointer, block_m: int) -> cute.Tensor:
-    """A statistic of the queries of a thread's columns, in pairs. first: that of a block's first
-    query."""
+    """A statistic of a thread's columns' queries, in pairs. first: a block's first query's."""
     start = first + wgmma.first_col_of(thread_in_warpgroup())
     layout = cute.make_layout((2, block_m // 8), stride=(1, 8))
     return cute.make_tensor(start.align(8), layout)

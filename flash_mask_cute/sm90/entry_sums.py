@@ -18,7 +18,7 @@ from flash_mask_cute.mods.derivative import differentiate
 
 class Places(NamedTuple):
     """The places of a thread's tile of a head. of(r, c): the query and the key of row r and column
-    c. seqlen_q, seqlen_k: places behind these are not there."""
+    c. seqlen_q, seqlen_k: places after these do not exist."""
 
     of: Callable[[int, int], tuple[Int32, Int32]]
     head_idx: Int32
@@ -30,15 +30,14 @@ class Places(NamedTuple):
         return (q_idx < self.seqlen_q) & (k_idx < self.seqlen_k)
 
     def arguments(self, r: int, c: int) -> tuple[Int32, Int32, Int32, Int32]:
-        """Batch entry, head, query and key for a callable: of what is not there, the nearest that
-        is."""
+        """Batch entry, head, query, key for a callable: the nearest that exist."""
         q_idx, k_idx = self.of(r, c)
         q_idx = cutlass.min(q_idx, self.seqlen_q - 1)
         return Int32(0), self.head_idx, q_idx, cutlass.min(k_idx, self.seqlen_k - 1)
 
 
 class SummedTensors(NamedTuple):
-    """numbers: of the aux tensors with sums. once: those of which no two scores of an entry read
+    """numbers: of the aux tensors with sums. once: those where no two scores of an entry read
     the same element; their sums have the part of the batch as their first mode."""
 
     score_mod: Callable[..., Any]

@@ -585,13 +585,11 @@ class FlashAttentionBackwardSm90:
             tile += 1
 
     def _may_be_empty(self, kind: Kind) -> bool:
-        """Whether a block may have rows of queries that see nothing. Only partial blocks may, as
-        far as masks hide scores; a score_mod may hide scores of any block."""
+        """Whether a block may have rows that see nothing: partial ones, or any with a score_mod."""
         return self.traits.has_marks and (kind == Kind.PARTIAL or self.score_mod is not None)
 
     def _first_visible_block(self, work: Work) -> Int32 | None:
-        """The first block of queries that causal masking lets see a key of this warpgroup, if that
-        is the same for all sequences of a walk."""
+        """The first query block that causal masking lets see this warpgroup's keys, if known."""
         if not self.is_causal or self.shared_kv:
             return None
         first_key = work.block * self.traits.tile_n + self.traits.first_key()

@@ -62,16 +62,14 @@ from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads). BOTH: of the MMA warps. OWN and the next: of an MMA
-    warpgroup."""
+    """Named barriers (0 is __syncthreads). BOTH: of MMA warps. OWN and next: of a warpgroup."""
 
     BOTH = 1
     OWN = 2
 
 
 class EntrySources(NamedTuple):
-    """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads, row_blocks,
-    words)."""
+    """TMA atoms, tensors ((head, row), d, batch), statistics (heads, row_blocks, words)."""
 
     q_atom: cute.CopyAtom
     q: cute.Tensor
@@ -109,7 +107,7 @@ class EntryExtents(NamedTuple):
 
 class Work(NamedTuple):
     """Of a CTA: from unit to end, numbers of an entry of a tile, tile by tile with so many entries,
-    of which the batch's are the ones from first on."""
+    and the batch's are those from first on."""
 
     unit: Int32
     end: Int32
@@ -254,8 +252,7 @@ class EntryBackwardSm90:
         return Stretch(head_idx, n_tile, work.first + first, count, number)
 
     def _block(self, stretch: Stretch, slot: Int32) -> Int32:
-        """The block of queries that comes in a place. CTAs with other keys of an entry begin with
-        other blocks, because not all can add to the same sums of dQ at once."""
+        """The query block in a place; CTAs with other keys of an entry begin elsewhere."""
         pair, own = slot // NUM_MMA_WARPGROUPS, slot % NUM_MMA_WARPGROUPS
         return (pair + stretch.n_tile) % self.traits.turns * NUM_MMA_WARPGROUPS + own
 
@@ -429,8 +426,7 @@ class EntryBackwardSm90:
         return acc
 
     def _clear_marked(self, tiles: EntryTiles, stage: Int32, has_queries: Boolean) -> None:
-        """Clear rows of Q and dO of queries that see nothing, in a block without queries all rows:
-        the last query may be there."""
+        """Clear rows of Q and dO of queries that see nothing, all rows in an empty block."""
         traits = self.traits
         marks = marks_of(tiles.stats[None, stage], traits.block_m, traits.num_stats)
         words = tuple(
@@ -456,8 +452,7 @@ class EntryBackwardSm90:
         return Places(of, stretch.head_idx, extents.seqlen_q, extents.seqlen_k)
 
     def _added(self, tiles: EntryTiles, turn: int) -> cute.Tensor:
-        """Shared memory for what is added to scores of this thread in its block of a turn,
-        whichever that is."""
+        """Shared memory for what is added to this thread's scores in its block of a turn."""
         warp = mma_warp() % WARPS_PER_WARPGROUP
         own = tiles.added[None, cute.arch.lane_idx(), warp, None]
         slot = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
@@ -486,8 +481,7 @@ class EntryBackwardSm90:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _stage(self, acc: cute.Tensor, sums: cute.Tensor) -> None:
-        """Write sums in the order in which two warpgroups with half of the columns each would
-        (`BwdPostprocess`)."""
+        """Write sums in the order of two warpgroups with half the columns (`BwdPostprocess`)."""
         groups = wgmma.num_cols(acc) // 8
         shape = 4, 32, groups // 2, WARPS_PER_WARPGROUP, 2
         staged = cute.make_tensor(sums.iterator, cute.make_layout(shape))
@@ -523,8 +517,7 @@ class EntryBackwardSm90:
         scale_dk: Float32,
         accs: tuple,
     ):
-        """Store dK and dV of an entry: the first warpgroup dV, to which the second one gives its
-        sums, and that one dK."""
+        """Store dV and dK of an entry, a warpgroup each, with the sums of the other one."""
         acc_dK, acc_dV = accs
         head_idx, batch_idx, first = place
         self._free_sums()

@@ -6,7 +6,7 @@ from flash_mask_cute.core.cta import SMEM_CAPACITY
 from flash_mask_cute.core.row_blocks import alternating_sums
 from flash_mask_cute.sm90.flash_bwd_token_limits import why_not_by_query_lists
 
-# the widest heads of which a warpgroup holds all columns of dK and dV for its keys
+# the widest heads where a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
 # what MMA warpgroups may take: the more, the less is left for the others, who get along with what
 # the most leaves them where there is little to schedule and few bits to make
@@ -15,7 +15,7 @@ MMA_REGISTERS = (216, 232, 240)
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
 MAX_REGISTERS = 248
 MAX_DIM = 256
-# columns of dK and dV together of which a thread has registers for all, if S and dP are computed in
+# columns of dK and dV together that all fit into a thread's registers, if S and dP are computed in
 # halves of a block's queries
 MAX_SPLIT_COLS = 320
 

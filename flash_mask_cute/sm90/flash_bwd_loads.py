@@ -68,8 +68,7 @@ def queries_of(
 
 @dataclass(frozen=True)
 class BwdLoads:
-    """State of the load warp. group_splits: number of work tiles with the same keys, or None if
-    there is only one."""
+    """State of the load warp. group_splits: work tiles with the same keys; None: one."""
 
     traits: cutlass.Constexpr[BwdTraits]
     operands: BwdOperands
@@ -114,10 +113,7 @@ class BwdLoads:
     def _load_block(
         self, work: Work, tile: Int32, first: Int32, state: Loaded, block: Block
     ) -> Loaded:
-        """Load a query block, and send the dQ of the one before.
-
-        first: the number of the work tile's first block, which its keys and values come with.
-        """
+        """Load a query block, send the previous dQ. first: the block that comes with keys."""
         traits, queries, number = self.traits, self.queries, state.number
         of_block = self.lengths.of_block(work, block)
         row_block = queries.row_block(of_block, block)

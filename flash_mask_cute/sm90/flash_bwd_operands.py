@@ -55,8 +55,7 @@ def _of_columns(
     parts: tuple[ColumnPart, ...],
     skipped: Int32 | int = 0,
 ) -> tuple[cute.Tensor, ...]:
-    """This warpgroup's columns of parts as operands B; the columns are operand rows. skipped:
-    columns before the start of the memory."""
+    """This warpgroup's columns of parts as operands B. skipped: columns before the start."""
     operands = []
     for first, width, sharers in parts:
         part = wgmma.transposed(smem)

@@ -128,8 +128,7 @@ class BlockProducts:
         accumulate: bool | Boolean,
         first_step: int = 0,
     ) -> None:
-        """Start adding to the parts of dV or dK, a commit group each; first_step: of the queries,
-        that with which words begin."""
+        """Add to the parts of dV or dK, a commit group each. first_step: where words begin."""
         operand_a = wgmma.words_as_operand_a(words, self.traits.dtype)
         for acc, operand_b in zip(accs, operands_b, strict=True):
             mma = self.traits.mma_keys(wgmma.num_cols(acc))

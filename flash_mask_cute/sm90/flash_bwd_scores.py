@@ -268,7 +268,7 @@ class BlockScores:
     ) -> Boolean:
         """Whether all keys of this warpgroup are known to be hidden from a query block.
 
-        by_bits: bits may tell. first_visible: the first block that causal masking lets see a key.
+        by_bits: by mask bits. first_visible: the first block that causal masking lets see a key.
         """
         is_hidden = Boolean(False)
         if const_expr(by_bits):
@@ -572,8 +572,7 @@ class BlockScores:
     def _apply(
         self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
     ) -> None:
-        """Replace S by P. If scores are modified, write P into `probs` instead, and replace S by
-        the factor of dS: P times the derivative."""
+        """Replace S by P; for modified scores write P to `probs`, and P times derivative to S."""
         bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
             if bits is not None:
@@ -676,8 +675,7 @@ class BlockScores:
         load_rows(self.tiles.p[None, None, 0], self._exchange_mma(), operand)
 
     def _store_grads(self, words: cute.Tensor, unit: Int32) -> None:
-        """Write dS^T of 64 keys and 64 queries in the layout that dQ reads, with a query's values
-        contiguous."""
+        """Write dS^T of 64 keys and 64 queries in dQ's layout, a query's values contiguous."""
         values = wgmma.rounded_values(words, self.traits.dtype)
         store_rows(values, self._exchange_mma(), self._grads_by_keys(unit), transposes=True)
 

@@ -148,8 +148,7 @@ class SharedTraits(HeadColumns):
 
 
 class SharedSources(NamedTuple):
-    """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads_q,
-    row_blocks, words)."""
+    """TMA atoms, tensors ((head, row), d, batch), statistics (heads_q, row_blocks, words)."""
 
     k_atom: cute.CopyAtom
     k: cute.Tensor
@@ -483,8 +482,7 @@ class SharedGradientsSm90:
         acc_dP: cute.Tensor,
         total: cute.Tensor,
     ):
-        """Add dS of 64 queries to their sums. bits: of each of the thread's keys; None: all
-        count."""
+        """Add dS of 64 queries to their sums. bits: of the thread's keys; None: all count."""
         scores, grads, shifts, sums = (wgmma.rows_by_cols(x) for x in (acc_S, acc_dP, added, total))
         if const_expr(self.traits.has_marks):
             self._clear_marked(half, stats, scores, grads)
@@ -574,8 +572,7 @@ class SharedGradientsSm90:
         number: Int32,
         words: cute.Tensor,
     ) -> None:
-        """The bits of the scores that count in a batch entry: of each half and key, of 16
-        queries."""
+        """The bits of scores that count in a batch entry: of each half and key, of 16 queries."""
         if mask_bits is None and not (self.is_causal or self.is_local):
             return
         batch_idx = cutlass.min(part.first + number, extents.batch - 1)

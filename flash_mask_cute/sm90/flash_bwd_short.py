@@ -76,8 +76,7 @@ class Barrier(IntEnum):
 
 
 class ShortSources(NamedTuple):
-    """TMA atoms with their ((head, row), d, batch) tensors, and the statistics (heads, row_blocks,
-    words)."""
+    """TMA atoms, tensors ((head, row), d, batch), statistics (heads, row_blocks, words)."""
 
     q_atom: cute.CopyAtom
     q: cute.Tensor
@@ -368,7 +367,7 @@ class ShortBackwardSm90:
 
     @cute.jit
     def _clear_grads(self, tiles: ShortTiles):
-        """Clear dS of this warpgroup's keys, of which parts are never written."""
+        """Clear dS of this warpgroup's keys: parts of it are never written."""
         warp = thread_in_warpgroup() // WARP
         for row in cutlass.range(warp, self.traits.rows_ds, WARPS_PER_WARPGROUP, unroll=1):
             clear_row(tiles.ds[row, None, mma_warpgroup_idx()])
@@ -465,13 +464,12 @@ class ShortBackwardSm90:
     # -- sums -----------------------------------------------------------------------------------
 
     def _row_groups(self) -> list[Int32]:
-        """The groups of 64 queries of which this warpgroup sums dQ; the last may not exist."""
+        """The groups of 64 queries whose dQ this warpgroup sums; the last may not exist."""
         count, groups = self.traits.num_warpgroups, self.traits.row_groups
         return [mma_warpgroup_idx() + i for i in range(0, groups, count)]
 
     def _sum(self, tiles: ShortTiles, stage: Int32) -> tuple[cute.Tensor, list[cute.Tensor]]:
-        """dK of this warpgroup's keys, and dQ of its groups of queries. Of groups that do not exist
-        it is that of the last one."""
+        """dK of this warpgroup's keys, and dQ of its groups of queries, or of the last group."""
         traits = self.traits
         mma_dk, mma_dq = traits.mma_dk(), traits.mma_dq()
         by_keys = wgmma.operand_a(mma_dk, wgmma.transposed(tiles.ds))

@@ -136,8 +136,7 @@ class ShortTraits(HeadColumns):
 
     @property
     def needed_registers(self) -> int:
-        """Of an MMA thread: sums of dS, dV, and S and dP of a block, or then dK and dQ of its
-        groups of queries."""
+        """Of an MMA thread: sums of dS, dV, and S and dP of a block, or dK and dQ then."""
         cols, cols_v = self.cols
         sums = self.tile_m // 2 if self.sums else 0
         products = 1 + -(-self.row_groups // self.num_warpgroups)

@@ -44,7 +44,7 @@ class ListedQueryTraits:
 
     @property
     def tells_queries(self) -> bool:
-        """Whether the words of a block tell its listed queries, which modified scores need."""
+        """Whether the words of a block hold its listed queries, which modified scores need."""
         return self.by_query_lists and self.has_reference
 
     @property

@@ -3,7 +3,7 @@
 A block has all heads of a few queries that chose the keys of a work tile (`core/query_lists.py`).
 Each of these queries is loaded by boxes of its own, and its sums go to a place of its own. Lane i
 has query i of a block (`WalkRing.tokens`). A block that is not filled gets its first query once
-more, of which the bits hide everything, and whose sums are not sent.
+more: the bits hide everything of it, and its sums are not sent.
 """
 
 from collections.abc import Callable
@@ -142,7 +142,7 @@ class TokenLoads(QueryLoads):
 
 @dataclass(frozen=True)
 class TokenSums(DqSums):
-    """`DqSums` of listed queries, without an order, of which each lane adds those of its query.
+    """`DqSums` of listed queries, without an order: each lane adds those of its query.
 
     part_sizes: the sums of a query. num_tokens: queries of a block.
     """

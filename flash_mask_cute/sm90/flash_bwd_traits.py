@@ -522,8 +522,7 @@ class BwdTraits(ListedQueryTraits):
 
     @property
     def staging_warps(self) -> int:
-        """Warps that stage a product's sums of dQ: one warpgroup's if the other one has columns or
-        blocks of its own."""
+        """Warps that stage sums of dQ: one warpgroup's if the other has its own columns."""
         is_shared = self.own_warpgroup is None and not self.columns.alternating
         return self.num_mma_warps if is_shared else WARPS_PER_WARPGROUP
 
@@ -666,7 +665,7 @@ class BwdTraits(ListedQueryTraits):
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
             dq=channel(storage.dq_barriers, 1, num_summing, loads),
             bits=channel(storage.bits_barriers, 1, self.num_mask_warps, bit_readers),
-            # only its place is waited for: that dS is there, `Barrier.BOTH` tells
+            # only its place is waited for: `Barrier.BOTH` shows that dS has arrived
             ds=channel(storage.ds_barriers, 1, 1, mma_warps) if self.splits_keys else None,
             summed=channel(*of_sums) if self.sums_of_mask_warp > 0 else None,
             ring=ring,

@@ -41,7 +41,8 @@ exponentials while another multiplies.
 The mma warps see masks only as bits: a partial block comes with words of bits for each row, a bit
 for each score (`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that
 it visits. A walk without visible blocks still visits one hidden block. So no role needs a special
-case, and a row that saw nothing has O = 0 and LSE = -inf. Wide heads: see `core/value_halves.py`.
+case, and a row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs
+compute each work tile, with half of the columns each (`core/value_halves.py`).
 """
 
 from collections.abc import Callable
@@ -150,8 +151,8 @@ class FlashAttentionForwardSm90:
     :param lists_per_warpgroup: blocks of block lists have a multiple of 64 queries, not of tile_m,
         and each warpgroup visits what the lists of its rows have; requires tile_m 192, and no mods
     :param shares_mask: mask_mod is the same for heads that share a tile
-    :param cached_bias_bits: bits of a score, of all elements that score_mod reads in rows of keys,
-        if batch entries share them and lengths; a CTA then keeps these rows for many entries
+    :param cached_bias_bits: bits that score_mod reads for a score in rows of keys, if batch entries
+        share these and lengths; a CTA then keeps the rows for many entries
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -356,11 +357,9 @@ class FlashAttentionForwardSm90:
         )  # fmt: skip
 
     def _num_loading_warps(self) -> int:
-        """The number of warps that load keys and values.
-
-        In decoding mask warps do, too, unless many blocks are partial. They load rows of pages,
-        because one warp needs longer for addresses than memory for the bytes, and boxes beside
-        converting warps, where that was faster (docs/facts/hopper_forward.md#decoding)."""
+        """The number of warps that load keys and values: in decoding with mask warps, unless many
+        blocks are partial. Addresses of rows of pages take one warp longer than memory takes for
+        the bytes; boxes were faster so, too (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
         few_partial = self.mask_mod is self.score_mod is self.intervals is None
         box = traits.page_box or traits.tile_n

@@ -198,8 +198,7 @@ class Epilogue:
                     write_vectors(memory, 2 + first // VECTOR, before)
 
     def _add_results(self, blocks: KeyBlocks, sums: cute.Tensor) -> list[tuple[Float32, Float32]]:
-        """Normalise the accumulator, and add the results of its rows to `sums`. Returns for each
-        row the factors of the output so far, and of the accumulator."""
+        """Normalise the accumulator, add the rows to `sums`; returns both factors of each row."""
         factors = []
         for r, (_, row_lse, low) in enumerate(self._results(blocks)):
             so_far = RowSums(sums[2 * r, 0], sums[2 * r + 1, 0])

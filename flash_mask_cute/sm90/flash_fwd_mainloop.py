@@ -106,8 +106,7 @@ class MainloopState(NamedTuple):
 
 
 class BlockFacts(NamedTuple):
-    """can_be_cut: a block after the first one of a walk may be partial. keeps_largest, rows_alone:
-    see `OnlineSoftmax`."""
+    """can_be_cut: a later block may be partial. keeps_largest, rows_alone: `OnlineSoftmax`."""
 
     can_be_cut: bool
     keeps_largest: bool
@@ -276,8 +275,7 @@ class KeyBlocks:
         self._order_copies()
 
     def _order_copies(self) -> None:
-        """Order the copies of other warps, which have arrived, before products, which read shared
-        memory through another proxy."""
+        """Order copies of other warps before products, which read through another proxy."""
         if self.traits.copies_rows and not self.traits.in_fp8:
             cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -387,8 +385,7 @@ class KeyBlocks:
 
     @cute.jit
     def _multiply_values(self, state: MainloopState, probs: cute.Tensor) -> MainloopState:
-        """P V of the last block that was not skipped, alone. The last skipped block takes its
-        place, with P = 0."""
+        """P V of the last block that was not skipped, or of a skipped one, with P = 0."""
         self.wait_for_values(state)
         self.issue_values(probs, state)
         warpgroup.wait_group(0)
@@ -411,7 +408,7 @@ class KeyBlocks:
         probs: cute.Tensor,
         target: cute.Tensor,
     ) -> MainloopState:
-        """Process a partial block, of which this warpgroup's rows may see nothing or only half."""
+        """Process a partial block; this warpgroup's rows may see nothing of it, or only half."""
         self.channels.bits.wait_unless(state.bits_ready, state.cut)
         state = state._replace(bits_ready=Boolean(True))
         visible = self._visible_columns()
@@ -594,10 +591,7 @@ class KeyBlocks:
 
     @cute.jit
     def _modify(self, places: tuple | None, loaded: LoadedRows | None, scores: cute.Tensor):
-        """Soft-cap the scores of a key block, and apply score_mod with their `places`.
-
-        loaded: what score_mod reads along the keys.
-        """
+        """Soft-cap scores, and apply score_mod at `places`. loaded: its reads along the keys."""
         scales = self.scales
         if const_expr(scales.cap is not None):
             for i in cutlass.range_constexpr(cute.size(scores)):

@@ -229,8 +229,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def mma_registers(self) -> int:
-        """The smallest number that suffices for the products and `keeps_scores`; other warps need
-        the rest."""
+        """Enough for products and `keeps_scores`; other warps need the rest."""
         choices = self._register_choices
         needed = self.registers_needed + self.keeps_scores * self._registers_beside
         return next((n for n in choices if n >= needed), choices[-1])
@@ -447,7 +446,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def cached_bias_blocks(self) -> int:
-        """Key blocks of which rows of tables stay, the first ones. None, if a thread would not load
+        """Key blocks whose rows of tables stay, the first ones. None, if a thread would not load
         them together, or not before products."""
         if self.values_first or not 0 < self.cached_bias_words <= self.table_words:
             return 0

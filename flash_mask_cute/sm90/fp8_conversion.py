@@ -135,8 +135,7 @@ class Conversion:
     def _convert_block(
         self, place: HeadKeys, scales: Scales, number: Int32
     ) -> tuple[Scales, Boolean]:
-        """Convert a block. scales: of the block that a walk usually visits after the one before.
-        Returns those of the next one, and whether the walk is at its end."""
+        """Convert a block. scales: expected ones. Returns the next, and whether the walk ended."""
         codes = self.codes
         codes.k.channel.wait(number)
         word = codes.words[codes.k.channel.index(number)]
@@ -175,8 +174,7 @@ class Conversion:
         return Scales(value, block, self._entry(place, block - 1))
 
     def _key(self, place: HeadKeys, block: Int32) -> Int32:
-        """This lane's key of a block. A row behind the sequence's end is its last one, whose scale
-        it takes, as its memory may hold anything."""
+        """This lane's key of a block. A row after the sequence's end takes the last one's scale."""
         key = block * self.traits.tile_n + cutlass.min(self._own_row(), self.traits.tile_n - 1)
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
@@ -197,8 +195,7 @@ class Conversion:
         return self.descale[page, row, place.head]
 
     def _prefetch_scale(self, place: HeadKeys, block: Int32) -> None:
-        """Ask for the scale of this lane's row of a block to be brought into the L2 cache: memory
-        takes longer than the conversion of a block, whose fence waits for loads."""
+        """Prefetch the scale of this lane's row into the L2 cache, before a fence waits for it."""
         key = self._key(place, cutlass.max(block, 0))
         at = cute.crd2idx((place.batch_idx, key, place.head), self.descale.layout)
         cute.arch.prefetch((self.descale.iterator + at).to_llvm_ptr(), cache_level="L2")
@@ -238,8 +235,7 @@ class Conversion:
         return self.traits.tile_n % self._rows_of_step == 0
 
     def _row(self, step: int | Int32, row_of_warp: Int32) -> Int32:
-        """A row of a block, of those that this warp converts. Steps may end behind the block: its
-        last row is then converted several times, to the same numbers."""
+        """A row of a block that this warp converts; after the block's end, its last row again."""
         warp = thread_in_warpgroup() // WARP
         row = step * self._rows_of_step + warp * (WARP // self.lanes) + row_of_warp
         return row if self._has_whole_steps else cutlass.min(row, self.traits.tile_n - 1)
@@ -249,8 +245,7 @@ class Conversion:
         return self._row(lane // rows, lane % rows)
 
     def _scales_of_rows(self, own: Float32) -> list[Float32 | None]:
-        """The scales of the rows that this lane converts, a row a step. own: of the lane's own
-        row."""
+        """The scales of the rows that this lane converts, a row a step. own: of its own row."""
         if self.descale is None:
             return [None] * self._steps
         if not self._has_scales_of_rows:

@@ -153,8 +153,7 @@ def store_sum_rows(
     work: Work,
     has_sums: Boolean,
 ):
-    """`store_sums` where warpgroups have different columns: row by row, pairs of columns of 8 rows
-    at a time."""
+    """`store_sums` of warpgroups with different columns: pairs of columns of 8 rows."""
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     sums = target[work.head_idx, row_block, None]
     pairs_of_row = cute.size(sums) // traits.tile_n // 2
@@ -198,8 +197,7 @@ def stage_dq(
     part: cutlass.Constexpr[int],
     accs: list,
 ):
-    """Write this warp's sums of a part of dQ, for each width, to the staging memory from which the
-    load warp adds them."""
+    """Write this warp's sums of a part of dQ to staging memory, for each width."""
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
     if const_expr(traits.staging_warps < traits.num_mma_warps):

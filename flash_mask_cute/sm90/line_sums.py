@@ -100,8 +100,7 @@ LINES = AccumulatorLines()
 
 
 def _distances(lane: Int32, parts: list[Float32]) -> list[Float32]:
-    """The values of a lane's distances, in ascending eights. parts: of its columns, two of each
-    eight."""
+    """The values of a lane's distances, in ascending eights. parts: two columns of each."""
     row, quad = lane // 4, lane - lane % 4
     is_odd = row % 2 == 1
     sources = [quad + (lane + (row + e) // 2) % 4 for e in range(2)]
@@ -118,8 +117,7 @@ def _distances(lane: Int32, parts: list[Float32]) -> list[Float32]:
 
 
 def _over_rows(lane: Int32, values: list[Float32]) -> tuple[list[Float32], Int32]:
-    """Sums over the lanes of all rows that have the same columns, each in one of these lanes; and
-    the number of a lane's first one. Lanes may have zeros behind their sums."""
+    """Sums over lanes of rows with the same columns, one in each lane; its first one's number."""
     number = Int32(0)
     for mask, half in _halves(len(values)):
         values = [*values, Float32(0.0)][: 2 * half]

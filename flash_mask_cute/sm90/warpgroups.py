@@ -137,8 +137,7 @@ def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> 
 def load_rows(
     smem: cute.Tensor, tiled_mma: cute.TiledMma, operand: cute.Tensor, transposes: bool = False
 ) -> None:
-    """ldmatrix of a tile of 16-bit values into the register operand A of `tiled_mma`; transposes:
-    as in `store_rows`."""
+    """ldmatrix of a 16-bit tile to the A registers of `tiled_mma`. transposes: `store_rows`."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposes, 4), operand.element_type)
     load = cute.make_tiled_copy_A(atom, tiled_mma).get_slice(thread_in_warpgroup())
     cute.copy(atom, load.partition_S(smem), load.retile(operand))

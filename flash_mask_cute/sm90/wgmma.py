@@ -15,7 +15,7 @@ from flash_mask_cute.rules import bit_tile
 
 ROWS_PER_WARPGROUP = 64
 ROWS_PER_THREAD = 2
-# neighbouring rows, of which each belongs to another quad of threads of a warp
+# neighbouring rows, each of which belongs to another quad of threads of a warp
 ROWS_OF_GROUP = 8
 # of a thread, for 64 rows by 16 columns of an operand A in registers
 WORDS_PER_STEP = 4
@@ -268,8 +268,7 @@ def issue_sum(
     num_steps: cutlass.Constexpr[int | None] = None,
     first_step: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Start acc (+)= the sum of a b over `pairs`, as one commit group; num_steps, first_step: see
-    `issue`."""
+    """Start acc (+)= the sum of a b over `pairs`, a commit group. num_steps: see `issue`."""
     # an atom of its own, so that the flag set here is not carried out of a dynamic region
     mma = cute.make_mma_atom(tiled_mma.op)
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)

@@ -150,6 +150,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# What integrations and parallel take of the package beside public names, helpers of `runtime`,
+# index rules and the two host calls. A name here is for them alone, and promises users nothing.
+OUTSIDE = "integrations", "parallel"
+TAKEN_INSIDE = {
+    "call.check.validate.check_dense",
+    "interface.widest_head",
+    "lowering.lower.lower_mod",
+    "lowering.watch.is_capturing",
+    "masks.mask_mods.mask_of_band",
+    "masks.runs.vectors_of",
+    "parallel.sharding.current_sharding",
+}
+HOST_CALLS = {"interface._flash_attn_fwd", "interface._flash_attn_bwd"}
+
 # Device code: the only modules that may need cutlass in order to be imported.
 DEVICE = (
     *("core", "kernels", "sm90", "sm100", "flash_bwd", "flash_fwd", "utils"),
@@ -284,6 +298,49 @@ def faults(module: str, source: str) -> list[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: name_in_package(path) or PACKAGE)
 def test_imports_follow_the_layers(path: Path) -> None:
     assert not faults(name_in_package(path), path.read_text())
+
+
+def names_from(source: str) -> Iterator[str]:
+    """Names that a module imports from this package, dotted, from the package on."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == PACKAGE:
+            module = str(node.module).removeprefix(PACKAGE).lstrip(".")
+            yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
+
+
+def public_names() -> set[str]:
+    """Where the public names of the package, and of `parallel`, are."""
+    pages = (ROOT / PACKAGE / "__init__.py", ROOT / PACKAGE / "parallel" / "__init__.py")
+    return {name for page in pages for name in names_from(page.read_text())}
+
+
+def taken_inside(folder: str, source: str) -> set[str]:
+    """Names from inside that a module of `OUTSIDE` imports."""
+    free = folder, "runtime", *INDEX_RULES, "masks.builders"
+    names = (name for name in names_from(source) if not covers(free, name))
+    return {name for name in names if name not in public_names() | HOST_CALLS}
+
+
+def test_what_lies_outside_takes_few_names_from_inside() -> None:
+    assert len(TAKEN_INSIDE) <= 8
+    found: set[str] = set()
+    for path in MODULES:
+        name = name_in_package(path)
+        if covers(OUTSIDE, name):
+            found |= taken_inside(name.partition(".")[0], path.read_text())
+    assert found == TAKEN_INSIDE
+    taken = "def f():\n    from flash_mask_cute.call.arguments import Options"
+    assert taken_inside("parallel", taken) == {"call.arguments.Options"}
+    assert not taken_inside(
+        "integrations", "from flash_mask_cute.functional import flash_attn_func"
+    )
+
+
+def test_the_core_does_not_need_what_lies_outside() -> None:
+    for path in MODULES:
+        if not covers((*OUTSIDE, "__main__"), name := name_in_package(path)) and name:
+            inside = (x.target for x in imports_of(path.read_text()))
+            assert not any(covers(tuple(f"{PACKAGE}.{x}" for x in OUTSIDE), x) for x in inside)
 
 
 def test_no_arrow_points_up() -> None:

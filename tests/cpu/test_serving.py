@@ -139,7 +139,7 @@ def test_prefill_and_decode_in_one_call() -> None:
 
 def test_sinks_and_a_window_visit_two_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1024 blocks of keys one with the sinks, and those of the window."""
-    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: ({}, {}))
     q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     k = torch.zeros(1, 131072, 1, 64, dtype=torch.bfloat16)
     mask = builders.sink_window(131072, 4, 128)
@@ -156,7 +156,7 @@ def test_heads_share_tiles_if_most_sequences_decode(
     prefills: int, packed_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest one has 512 queries in either batch of 64."""
-    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: ({}, {}))
     queries = torch.tensor([0] + [1] * (64 - prefills) + [512] * prefills)
     edges = queries.cumsum(0).int()
     q = torch.zeros(int(edges[-1]), 8, 64, dtype=torch.bfloat16)
@@ -179,7 +179,7 @@ def test_heads_share_tiles_if_most_sequences_decode(
 def test_explain_says_how_pages_are_copied(
     page_size: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: ({}, {}))
     q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     pool = torch.zeros(3, page_size, 2, 64, dtype=torch.bfloat16)
     found = explain(q, pool, pool, page_table=int32(2, 0, 1)[None])

@@ -10,7 +10,7 @@ from conftest import ACTIVE_ARCH
 from quiet_runs import quiet_run
 from torch import Tensor
 
-from flash_mask_cute.call.splits import _MAX_COLUMNS, check_combine, combine_partials
+from flash_mask_cute.call.splits import MAX_COLUMNS, check_combine, combine_partials
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH
@@ -63,7 +63,7 @@ def test_parts_of_any_width(
 def test_the_widest_parts(simulator: ModuleType) -> None:
     from flash_mask_cute.kernels import combine
 
-    assert combine.MAX_COLUMNS == _MAX_COLUMNS
+    assert combine.MAX_COLUMNS == MAX_COLUMNS
     for head_dim in (520, 12):
         with pytest.raises(NotImplementedError, match=f"multiple of 8 up to 512 .* {head_dim}"):
             check_combine(torch.ones(2, 5, 3, head_dim), torch.float32)

@@ -1,4 +1,4 @@
-"""The tensors that a call reads, of which its outputs must be apart."""
+"""The tensors that a call reads, which its outputs must not overlap."""
 
 from __future__ import annotations
 

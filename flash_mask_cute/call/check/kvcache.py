@@ -75,11 +75,8 @@ class CacheView(NamedTuple):
 
 
 def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
-    """Number of sequences of a call; attention's own checks report other errors in q.
-
-    Raises:
-        TypeError, ValueError: q has another type or rank.
-    """
+    """Number of sequences of a call; attention's own checks report other errors in q. Raises
+    TypeError, ValueError: q has another type or rank."""
     if not torch.compiler.is_compiling():
         check_dense("q", q)
         assert isinstance(q, Tensor)
@@ -101,11 +98,8 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
 def refuse_given(accepted: tuple[Any, ...], **given: Any) -> None:
     """Refuse known arguments that are supported only at their defaults.
 
-    accepted: the values that mean nothing, the default first.
-
-    Raises:
-        NotImplementedError: naming argument and value.
-    """
+    accepted: the values that mean nothing, the default first. Raises NotImplementedError, naming
+    argument and value."""
     for name, value in given.items():
         is_accepted = not isinstance(value, Tensor) and any(value is x for x in accepted)
         if not is_accepted and not (isinstance(value, int | float) and value in accepted):
@@ -115,11 +109,8 @@ def refuse_given(accepted: tuple[Any, ...], **given: Any) -> None:
 
 
 def seqlens_of(cache_seqlens: Any, cache: Cache) -> Tensor | None:
-    """cache_seqlens as a tensor (batch,), or None. `check_contents` checks a tensor.
-
-    Raises:
-        TypeError, ValueError: naming the value.
-    """
+    """cache_seqlens as a tensor (batch,), or None. `check_contents` checks a tensor. Raises
+    TypeError, ValueError, naming the value."""
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     length = check_int("cache_seqlens", cache_seqlens, "an int, an int32 tensor (batch,) or None")
@@ -137,11 +128,7 @@ def _check_length(length: int, capacity: int) -> None:
 
 def check_cache(cache: Cache, startend_row_indices: object) -> None:
     """Refuse arguments that contradict each other, and errors that attention's checks would not
-    name.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: naming argument and value.
-    """
+    name. Raises TypeError, ValueError, NotImplementedError, naming argument and value."""
     k, v = cache.k, cache.v
     for name, tensor in (("k_cache", k), ("v_cache", v)):
         check_tensor(name, tensor)
@@ -169,7 +156,7 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
             )
     if cache.page_table is None and cache.batch_idx is None and k.shape[0] != cache.batch:
         raise ValueError(
-            f"k_cache must have batch {cache.batch}, as q has, or cache_batch_idx tells entries, "
+            f"k_cache must have batch {cache.batch}, as q has, or cache_batch_idx its entries, "
             f"got shape {tuple(k.shape)}"
         )
 
@@ -189,11 +176,8 @@ def _check_format(cache: Cache) -> None:
 
 
 def check_contents(cache: Cache) -> None:
-    """Check the lengths, and the contents of vectors on the CPU. cache: by `check_cache`.
-
-    Raises:
-        TypeError, ValueError: naming the value.
-    """
+    """Check the lengths, and the contents of vectors on the CPU. cache: by `check_cache`. Raises
+    TypeError, ValueError, naming the value."""
     if cache.seqlens is not None:
         check_batch_vector("cache_seqlens", cache.seqlens, cache.batch, cache.device)
     if cache.device.type != "cpu":
@@ -276,7 +260,7 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
 
 
 def _as_pages(cache: Cache) -> Cache:
-    """A contiguous cache as a pool of pages, of which each entry has as many in order."""
+    """A contiguous cache as a pool of pages: each entry has as many, in order."""
     entries, rows = cache.k.shape[:2]
     _refuse_gaps(cache)
     page_size = next(n for n in range(min(max(rows, 1), MAX_PAGE_SIZE), 0, -1) if rows % n == 0)

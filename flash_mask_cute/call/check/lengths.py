@@ -16,8 +16,7 @@ from flash_mask_cute.runtime.checks import brief, check_device, check_int, check
 
 
 class SideArguments(NamedTuple):
-    """A call's arguments about its queries, or its keys. name: "q" or "k"; shape: of that
-    tensor."""
+    """A call's arguments about its queries, or its keys. name: "q" or "k", of that shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,8 +58,7 @@ class SideArguments(NamedTuple):
 def check_lengths(
     queries: SideArguments, keys: SideArguments, head_dim_v: int, in_pages: bool
 ) -> FwdShapes:
-    """Check the lengths of both sides, and return the extents of the problem. in_pages: whether
-    keys are."""
+    """Check the lengths of both sides, and return the problem's extents. in_pages: of keys."""
     sides = queries, keys
     for side in sides:
         if side.cu_seqlens is not None:
@@ -98,11 +96,7 @@ def check_lengths(
 
 def check_index_vector(name: str, value: object, device: torch.device) -> None:
     """Check the common properties of cu_seqlens, seqused and the like: int32, 1-D, contiguous, on
-    `device`.
-
-    Raises:
-        TypeError, ValueError: naming what it is.
-    """
+    `device`. Raises TypeError, ValueError, naming what it is."""
     check_tensor(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype != torch.int32:
@@ -115,22 +109,16 @@ def check_index_vector(name: str, value: object, device: torch.device) -> None:
 
 
 def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Check an int32 vector of the starts of packed sequences, without its contents.
-
-    Raises:
-        TypeError, ValueError: naming what it is.
-    """
+    """Check an int32 vector of the starts of packed sequences, without its contents. Raises
+    TypeError, ValueError, naming what it is."""
     check_index_vector(name, value, device)
     if len(value) == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")
 
 
 def check_batch_vector(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
-    """Check an int32 vector with one number for each sequence.
-
-    Raises:
-        TypeError, ValueError: naming what it is.
-    """
+    """Check an int32 vector with one number for each sequence. Raises TypeError, ValueError, naming
+    what it is."""
     check_index_vector(name, value, device)
     if len(value) != batch:
         raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")
@@ -174,11 +162,8 @@ def _check_contents(side: SideArguments, batch: int) -> None:
 
 def packed_lengths(name: str, offsets: list[int], total: int) -> list[int]:
     """The lengths of packed sequences. total: rows of the packed tensor; those behind the last
-    sequence belong to none.
-
-    Raises:
-        ValueError: offsets do not start at 0, decrease, or end beyond the tensor.
-    """
+    sequence belong to none. Raises ValueError: offsets do not start at 0, decrease, or end beyond
+    the tensor."""
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {offsets[0]}")
     lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]

@@ -32,13 +32,9 @@ JOIN_MASKS = (
 
 
 def check_q_starts(q_starts: Tensor, batch: int, device: torch.device) -> None:
-    """Check the argument q_start if it is a tensor. A CUDA tensor is not read.
-
-    Raises:
-        TypeError: it is not int32.
-        ValueError: it is not (batch,), it is on another device than q, or a position is too far
-            from 0.
-    """
+    """Check the argument q_start if it is a tensor. A CUDA tensor is not read. Raises TypeError: it
+    is not int32; ValueError: it is not (batch,), it is on another device than q, or a position is
+    too far from 0."""
     check_batch_vector("q_start", q_starts, batch, device)
     if q_starts.device.type == "cpu":
         for position in q_starts.tolist():
@@ -63,11 +59,8 @@ class CallExtents(NamedTuple):
     def check_columns(self, value: Tensor | ColumnMask) -> None:
         """Refuse column intervals whose rows are not, or may not be, the call's queries.
 
-        value: a mask with the call's number of keys.
-
-        Raises:
-            ValueError: names the extents of the mask and of the call.
-        """
+        value: a mask with the call's number of keys. Raises ValueError naming the extents of the
+        mask and of the call."""
         rows = value.seqlen_q if isinstance(value, ColumnMask) else None
         if rows == ANY or not self.total_q:
             return
@@ -109,11 +102,8 @@ class CallExtents(NamedTuple):
         """Refuse block lists whose rows are not, or may not be, the call's queries.
 
         seqlens: the (queries, keys) that they were made for; None: given by the number of blocks.
-        That number is checked elsewhere, so they differ by less than a block.
-
-        Raises:
-            TypeError, ValueError: seqlens is no pair of lengths; else as `check_columns`.
-        """
+        That number is checked elsewhere, so they differ by less than a block. Raises TypeError,
+        ValueError: seqlens is no pair of lengths; else as `check_columns`."""
         if seqlens is None:
             return
         rows, keys = _as_lengths(seqlens)

@@ -49,11 +49,8 @@ def describe_pages(page_size: int, page_box: int, tile_n: int) -> str:
 
 
 def check_page_table(k: torch.Tensor, page_table: object) -> None:
-    """Check a page table, without its contents, and the pages of a pool of 4 dimensions.
-
-    Raises:
-        TypeError, ValueError: naming argument and value.
-    """
+    """Check a page table, without its contents, and the pages of a pool of 4 dimensions. Raises
+    TypeError or ValueError, naming argument and value."""
     check_tensor("page_table", page_table)
     assert isinstance(page_table, torch.Tensor)
     if page_table.dtype != torch.int32:
@@ -80,11 +77,7 @@ def check_pages(
     leftpad_k: torch.Tensor | None = None,
 ) -> None:
     """Check a page table against the pools of k and v, whose equal shapes are known, and where
-    sequences lie in it.
-
-    Raises:
-        TypeError, ValueError: naming argument and value.
-    """
+    sequences lie in it. Raises TypeError or ValueError, naming argument and value."""
     check_page_table(k, page_table)
     assert isinstance(page_table, torch.Tensor)
     if kv_batch_idx is not None:
@@ -112,11 +105,8 @@ def check_pages(
 
 
 def refuse_without_pages(**where: object) -> None:
-    """Refuse arguments that say where sequences lie in a page table, if there is none.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Refuse arguments that say where sequences lie in a page table, if there is none. Raises
+    ValueError, naming the argument."""
     for name, given in where.items():
         if given is not None:
             raise ValueError(f"{name} needs page_table, got {brief(given)} and page_table None")
@@ -149,8 +139,7 @@ def _check_numbers(
     num_pages: int,
     page_size: int,
 ) -> None:
-    """Check the numbers of the pages in use. Too large lengths are refused with the other
-    lengths."""
+    """Check the numbers of the pages in use. Lengths are checked elsewhere."""
     used = page_table
     is_read = isinstance(seqused_k, torch.Tensor) and seqused_k.device == page_table.device
     if seqused_k is not None and is_read and seqused_k.shape == page_table.shape[:1]:

@@ -26,6 +26,7 @@ from flash_mask_cute.call.arguments import (
     Masks,
     Options,
     Tensors,
+    window_sides,
 )
 from flash_mask_cute.call.check import axis_order
 from flash_mask_cute.call.check.fp8 import check_fp8, check_places
@@ -73,6 +74,22 @@ NO_GRADIENTS_BY_COMMON_KEYS = (
 )
 
 
+def check_dense(
+    *operands: torch.Tensor, window_size: Any, **keywords: Any
+) -> tuple[int | None, int | None]:
+    """Check a forward that nothing computes as a whole, and return the sides of its window.
+    operands: q, k, v. keywords: of `_flash_attn_fwd`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the call would.
+    """
+    left, right = sides = window_sides(window_size)
+    sides_given = {"window_size_left": left, "window_size_right": right}
+    call = AttentionCall.from_arguments(Direction.FORWARD, *operands, **sides_given, **keywords)
+    check_inputs(call)
+    return sides
+
+
 def check_inputs(call: AttentionCall) -> FwdShapes:
     """Check the arguments of a call of either direction, and return the extents of the problem.
 
@@ -89,11 +106,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
 
     In a backward dout is like out; lse, lse_low and dlse have any strides; dq, dk, dv are like q,
     k, v; dsink is like learnable_sink; daux has an entry for each aux tensor, None or a tensor like
-    it.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: see the module docstring.
-    """
+    it. Raises TypeError, ValueError, NotImplementedError; see the module docstring."""
     x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
     of, optional = x.lengths, x.optional
     check_num_splits(options.num_splits)
@@ -254,12 +267,8 @@ def refuse_transforms(but_functionalize: bool = False) -> None:
 
 
 def check_num_splits(num_splits: int) -> None:
-    """Check the number of splits in which work is computed.
-
-    Raises:
-        TypeError: num_splits is no int.
-        ValueError: num_splits is negative, or too large.
-    """
+    """Check the number of splits in which work is computed. Raises TypeError: num_splits is no int;
+    ValueError: num_splits is negative, or too large."""
     if type(num_splits) is int and 0 <= num_splits <= 1:
         return  # isinstance of an abstract class takes three times as long
     if not 0 <= check_int("num_splits", num_splits, "an int") <= MOST_SPLITS:
@@ -270,12 +279,8 @@ def check_num_splits(num_splits: int) -> None:
 
 
 def check_split_keys(seqlen_k_per_split: int) -> None:
-    """Check the number of keys of a fixed split.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is too small.
-    """
+    """Check the number of keys of a fixed split. Raises TypeError: it is no int; ValueError: it is
+    too small."""
     given = check_int("seqlen_k_per_split", seqlen_k_per_split, "an int or None")
     if given < LEAST_FIXED_SPLIT:
         raise ValueError(f"seqlen_k_per_split must be at least {LEAST_FIXED_SPLIT}, got {given}")
@@ -283,10 +288,7 @@ def check_split_keys(seqlen_k_per_split: int) -> None:
 
 def _check_fixed_splits(call: AttentionCall, seqlen_k_per_split: int, seqlen_k: int) -> None:
     """Refuse what contradicts the cut of sums at fixed keys. seqlen_k: keys of a sequence, or more.
-
-    Raises:
-        TypeError, ValueError: naming argument and value.
-    """
+    Raises TypeError or ValueError, naming argument and value."""
     check_split_keys(seqlen_k_per_split)
     if call.masks is not None and isinstance(call.masks.block_sparse_tensors_torch, SelectedBlocks):
         # what a row's neighbours chose decides about the order of its sums
@@ -312,12 +314,9 @@ def check_gradient_settings(
     deterministic: bool, score_mod_bwd: Callable[..., Any] | None, score_mod: object
 ) -> None:
     """Refuse invalid settings of a backward. It is cheap, because every call of a public function
-    runs it. `check_mod` checks whether a kernel can be made of score_mod_bwd.
-
-    Raises:
-        TypeError: deterministic is no bool, or score_mod_bwd neither None nor callable.
-        ValueError: score_mod_bwd without score_mod.
-    """
+    runs it. `check_mod` checks whether a kernel can be made of score_mod_bwd. Raises TypeError:
+    deterministic is no bool, or score_mod_bwd neither None nor callable; ValueError: score_mod_bwd
+    without score_mod."""
     check_bool("deterministic", deterministic)
     if score_mod_bwd is None:
         return
@@ -330,11 +329,8 @@ def check_gradient_settings(
 
 
 def check_differentiable_by_aux(reason: str, score_mod_bwd: Callable[..., Any] | None) -> None:
-    """Refuse a setting without gradients of aux tensors. reason: why these are wanted.
-
-    Raises:
-        NotImplementedError: a score_mod_bwd.
-    """
+    """Refuse a setting without gradients of aux tensors. reason: why these are wanted. Raises
+    NotImplementedError: a score_mod_bwd."""
     if score_mod_bwd is not None:
         raise NotImplementedError(
             f"{reason}, but score_mod_bwd gives no gradients of aux tensors: leave it out, so that "
@@ -357,11 +353,7 @@ def settle_order(reason: str | None, unordered: str | None, deterministic: bool)
     reason: why gradients of aux tensors are wanted, None if they are not. unordered: why these have
     no fixed order, None if they have one. If not, torch's setting acts as for torch's own
     functions: an error, or with warn_only a warning and any order. `deterministic` is always an
-    error.
-
-    Raises:
-        NotImplementedError: as `refuse_order`.
-    """
+    error. Raises NotImplementedError as `refuse_order`."""
     by_torch = torch.are_deterministic_algorithms_enabled()
     if reason is None or unordered is None:
         return deterministic or by_torch
@@ -374,8 +366,7 @@ def settle_order(reason: str | None, unordered: str | None, deterministic: bool)
 
 @assume_constant_result
 def _only_warns(reason: str, unordered: str) -> bool:
-    """Whether torch's setting is warn_only; if so, warn. Dynamo can trace neither: it warns once,
-    and guards the answer together with the setting."""
+    """Whether torch's setting is warn_only; if so, warn, in a way that Dynamo can trace."""
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
     warnings.warn(
@@ -395,8 +386,7 @@ def _check_operands(
     cu_seqlens_k: torch.Tensor | None,
     in_fp8: bool,
 ) -> None:
-    """Check q, k and v, and that their heads and head dimensions match. in_fp8: k and v are, and
-    are allowed to be."""
+    """Check shapes, heads and dtypes of q, k and v. in_fp8: k and v may be in fp8, and are."""
     _check_dtype_of_q(q.dtype, q.device)
     _check_like_q("k", k, FP8 if in_fp8 else q.dtype, q.device)
     _check_like_q("v", v, FP8 if in_fp8 else q.dtype, q.device)

@@ -117,13 +117,9 @@ def select_fwd_config(
     """Choose tiles for the problem, and whether to pack heads.
 
     unpackable: an argument that prevents the heads of a group from sharing a tile. spec: the
-    architecture of the kernel. num_sms: CTAs that run at once.
-
-    Raises:
-        ValueError: the override asks for a configuration that cannot run.
-        NotImplementedError: pack_gqa is True for a group of more heads than `packed_rows`, or
-            together with the argument `unpackable`.
-    """
+    architecture of the kernel. num_sms: CTAs that run at once. Raises ValueError: the override asks
+    for a configuration that cannot run; NotImplementedError: pack_gqa is True for a group of more
+    heads than `packed_rows`, or together with the argument `unpackable`."""
     kernel = spec.forward
     call = CallFacts(
         problem.head_dim,
@@ -221,8 +217,7 @@ def _fit(
     keeps_tile_n: bool = False,
     more: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[FwdTiles, int, str]:
-    """The first candidate that fits, its shared memory in bytes, and the reason. more: fields of
-    the kernel's traits that few problems have."""
+    """The first candidate that fits, its smem bytes, and the reason. more: fields of the traits."""
     in_fp8 = "in_fp8" in dict(more)
     given = given_fields(override)
     refusal = ""
@@ -243,10 +238,7 @@ def _fit(
 def _candidates(
     row: FwdRow, given: dict[str, Any], keeps_tile_n: bool = False
 ) -> Iterator[FwdTiles]:
-    """The row under the override, then smaller configurations: fields not given are reduced.
-
-    keeps_tile_n: but tile_n.
-    """
+    """The row under the override, then smaller ones. keeps_tile_n: do not reduce tile_n."""
     wanted = replace(_of_row(row), **given)
     queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
     least = wanted.tile_n - 1 if keeps_tile_n else 0
@@ -290,8 +282,7 @@ def check_feasible(
     kernel: ForwardKernel = SM90.forward,
     more: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[int, str | None]:
-    """Shared memory in bytes, and the reason if these tiles cannot run: the kernel's traits
-    decides. more: as of `_fit`."""
+    """Shared memory in bytes, and why these tiles cannot run (by the traits). more: see `_fit`."""
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
     if tiles.polynomial and not kernel.has_polynomial:
@@ -363,7 +354,7 @@ class BwdChoice:
 
     def own_keys_nest_in(self, block_size: tuple[int, int]) -> bool:
         """Whether blocks do not have the keys of whole tiles, but whole query blocks and the keys
-        of whole warpgroups, of which lists may say alone what they see."""
+        of whole warpgroups, each with lists of its own."""
         if self.tiles.splits_keys or self.tile_n != 2 * KEYS_OF_LISTS:
             return False
         nest = block_size[0] % self.tiles.tile_m == 0 and block_size[1] % KEYS_OF_LISTS == 0
@@ -403,12 +394,9 @@ def select_bwd_config(
     If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
 
     modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. listed_rows,
-    query_lists: as in `AttentionProblem`. The split of a group of heads is not decided here.
-
-    Raises:
-        ValueError: the override asks for what cannot run.
-        NotImplementedError: the kernel does not support these head dimensions.
-    """
+    query_lists: as in `AttentionProblem`. The split of a group of heads is not decided here. Raises
+    ValueError: the override asks for what cannot run; NotImplementedError: the kernel does not
+    support these head dimensions."""
     given = given_fields(override)
     given.pop("group_splits", None)
     if deterministic and given.get("clears_dq"):
@@ -484,8 +472,7 @@ def _why_alone(
 
 
 def _why_shared(given: dict[str, Any], modifier: str | None, kernel: BackwardKernel) -> str | None:
-    """The reason why warpgroups must share the keys of wide heads, regardless of the table, or
-    None."""
+    """Why warpgroups must share the keys of wide heads, regardless of the table, or None."""
     reasons = {
         kernel.class_name: not kernel.splits_keys,
         "config splits_keys=False": given.get("splits_keys") is False,
@@ -502,10 +489,7 @@ def _of_bwd_row(row: BwdRow) -> BwdTiles:
 
 
 def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
-    """The row under the override, then smaller configurations.
-
-    Fields not given are reduced: no values in registers, fewer stages.
-    """
+    """The row under the override, then with no values in registers, then with fewer stages."""
     wanted = replace(_of_bwd_row(row), **given)
     # the last ones are given up first
     free = [x for x in ("stages_q", "stages_do", "stages_kv") if x not in given]

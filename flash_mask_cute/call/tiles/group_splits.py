@@ -40,11 +40,8 @@ def split_group(
     """The choice with `group_splits` filled in: the caller's, or the one with the shortest
     estimate.
 
-    window: sides as `fold_window` returned them.
-
-    Raises:
-        ValueError: `wanted` does not divide the group, or the kernel cannot split it.
-    """
+    window: sides as `fold_window` returned them. Raises ValueError: `wanted` does not divide the
+    group, or the kernel cannot split it."""
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 1
     splits = _divisors(group)
     if wanted is not None and wanted not in splits:

@@ -90,7 +90,7 @@ class FwdRow(NamedTuple):
     of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
     which keeps the special function units busy. for_decode: only if the rows that share keys fit a
     tile, and `decode_rows` are told. max_selected: for selections of blocks of at most so many
-    keys. lists_per_warpgroup: only with block lists of an odd multiple of 64 queries, of which each
+    keys. lists_per_warpgroup: only with block lists of an odd multiple of 64 queries, where each
     warpgroup reads its own. polynomial: see `FwdConfig`. caches_bias: only if rows of tables may
     stay in shared memory.
     """
@@ -145,11 +145,13 @@ class FwdRow(NamedTuple):
         if self.gain is not None:
             gain = self.gain
             yield Condition(
-                f"waves as full as with 128 rows, or {gain - 1:.0%} less, of equal walks",
+                f"at most {gain - 1:.0%} more idle time in the last wave than with 128 rows",
                 lambda call: not call.has_equal_walks or call.fill(128) <= gain * call.fill(192),
             )
         if self.splits_sectors:
-            yield Condition("rows that begin inside a sector", lambda call: call.splits_sectors)
+            yield Condition(
+                "rows that start between multiples of 32 bytes", lambda call: call.splits_sectors
+            )
         if self.max_window is not None:
             most = self.max_window
             yield Condition(
@@ -158,7 +160,7 @@ class FwdRow(NamedTuple):
         if self.for_decode:
             most_rows = self.tile_m
             yield Condition(
-                f"at most {most_rows} rows that share keys",
+                f"at most {most_rows} query rows share keys",
                 lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
             )
         if self.max_selected is not None:
@@ -168,7 +170,9 @@ class FwdRow(NamedTuple):
                 lambda call: 0 < call.selected_block <= largest,
             )
         if self.needs_sfu:
-            yield Condition("functions of scores, causal", lambda call: call.functions_under_causal)
+            yield Condition(
+                "causal, with functions of scores", lambda call: call.functions_under_causal
+            )
         if self.native_block_lists:
             yield Condition(
                 f"blocks of a multiple of {self.tile_m} x {self.tile_n}",
@@ -189,7 +193,7 @@ class FwdRow(NamedTuple):
                 ),
             )
         if self.caches_bias:
-            yield Condition("tables that batch entries share", lambda call: call.caches_bias)
+            yield Condition("a bias that batch entries share", lambda call: call.caches_bias)
         if self.cta_pair:
             yield Condition("CTAs may form pairs", lambda call: call.may_pair)
 
@@ -207,7 +211,7 @@ class BwdRow(NamedTuple):
     min_window: of windows that are closed on both sides, those with at least so many keys.
     without_lists: no block lists or selections leave out blocks. query_lists: only for selections
     that are taken as query lists, with so many keys of a work tile. lists_per_warpgroup: only with
-    block lists of a multiple of tile_m queries and an odd multiple of 64 keys, of which each
+    block lists of a multiple of tile_m queries and an odd multiple of 64 keys, where each
     warpgroup has its own.
     """
 
@@ -245,7 +249,7 @@ class BwdRow(NamedTuple):
             keys = self.query_lists
             yield Condition(f"query lists of {keys} keys", lambda call: call.query_lists == keys)
         elif self.clears_dq:
-            yield Condition("sums without an order", lambda call: not call.is_ordered)
+            yield Condition("deterministic=False", lambda call: not call.is_ordered)
         if self.min_window:
             narrowest = self.min_window
             yield Condition(
@@ -264,11 +268,11 @@ class BwdRow(NamedTuple):
                 ),
             )
         if self.cta_pair:
-            yield Condition("scores that nothing modifies", lambda call: call.may_pair)
+            yield Condition("no soft cap and no score_mod", lambda call: call.may_pair)
         if self.if_asked:
             yield Condition("config cta_pair=True", lambda call: call.asks_pair)
         if self.splits_keys:
-            yield Condition("scores that nothing modifies", lambda call: call.may_split_keys)
+            yield Condition("no soft cap and no score_mod", lambda call: call.may_split_keys)
 
 
 def _dims_up_to(max_dim: int, max_dim_v: int, above_dim: int = 0) -> Iterator[Condition]:

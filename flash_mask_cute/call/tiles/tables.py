@@ -12,184 +12,183 @@ from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
 SM90_FWD = (
     FwdRow(
         *(64, 64, 64, 64, 6, 2, False),
-        "one tile has all queries and keys, and no columns that are not there",
+        "one tile covers all queries and keys, with little padding",
         masks=(TuningClass.FULL, TuningClass.CAUSAL, TuningClass.SCORE_MOD),
         max_seqlen_q=64,
         max_seqlen_k=64,
     ),
     FwdRow(
         *(64, 64, 64, 64, 8, 2, False),
-        "decoding waits for memory: one warpgroup, and no keys but those that were chosen",
+        "decoding is limited by memory: one warpgroup, which loads only the selected keys",
         for_decode=True,
         max_selected=64,
     ),
     FwdRow(
         *(128, 128, 64, 64, 5, 2, True),
-        "decoding waits for memory: one warpgroup, and no keys but those that were chosen",
+        "decoding is limited by memory: one warpgroup, which loads only the selected keys",
         for_decode=True,
         max_selected=64,
     ),
     FwdRow(
         *(64, 64, 64, 128, 6, 2, False),
-        "decoding waits for memory: one warpgroup, and as many keys in flight as fit",
+        "decoding is limited by memory: one warpgroup, with as many keys in flight as fit",
         for_decode=True,
     ),
     FwdRow(
         *(128, 128, 64, 128, 3, 2, True),
-        "decoding waits for memory: one warpgroup, as many keys in flight as fit, and keys of the "
-        "next tile before this one's last product",
+        "decoding is limited by memory: many keys in flight, and early loads of the next tile",
         for_decode=True,
     ),
     FwdRow(
         *(192, 128, 64, 112, 2, 1, False),
-        "decoding waits for memory: as many keys in flight as fit beside a separate output",
+        "decoding is limited by memory: as many keys in flight as fit beside an output buffer",
         for_decode=True,
     ),
     FwdRow(
         *(192, 192, 64, 96, 2, 1, True),
-        "decoding waits for memory: as many keys in flight as fit, with a third stage of K",
+        "decoding is limited by memory: as many keys in flight as fit, and a third buffer for K",
         for_decode=True,
     ),
     FwdRow(
         *(256, 256, 64, 64, 3, 1, True),
-        "decoding waits for memory: as many keys in flight as fit",
+        "decoding is limited by memory: as many keys in flight as fit",
         for_decode=True,
     ),
     FwdRow(
         *(128, 128, 128, 64, 3, 2, False),
-        "a tile of keys has one selected block, and few queries a tile have few blocks together",
+        "a key tile lies in one selected block, and tiles of few queries select few blocks",
         max_selected=64,
     ),
     FwdRow(
         *(128, 128, 128, 128, 2, 2, False),
-        "few queries a tile have few blocks of their selections together",
+        "a tile of few queries selects few different blocks",
         max_selected=4096,
     ),
     FwdRow(
         *(192, 192, 128, 64, 2, 1, True),
-        "a block of a selection consists of whole tiles; the output takes the query's place",
+        "a selected block has whole key tiles; the output reuses the query's memory",
         max_selected=4096,
     ),
     FwdRow(
         *(64, 64, 192, 64, 6, 2, False),
-        "each warpgroup passes over what its own lists do not have, and three share keys",
+        "three warpgroups share loaded keys, and each skips blocks that its lists omit",
         min_seqlen_q=129,
         lists_per_warpgroup=True,
     ),
     FwdRow(
         *(128, 128, 192, 64, 5, 1, True),
-        "each warpgroup passes over what its own lists do not have, and three share keys",
+        "three warpgroups share loaded keys, and each skips blocks that its lists omit",
         min_seqlen_q=129,
         lists_per_warpgroup=True,
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
-        "tiles of which the usual blocks of block lists are made",
+        "the usual sizes of blocks in block lists are multiples of these tiles",
         native_block_lists=True,
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
-        "two warpgroups leave room for a warpgroup that evaluates mask_mod",
+        "two warpgroups leave registers for a third one that evaluates mask_mod",
         masks=(TuningClass.MASK_MOD,),
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
-        "a narrow window wastes less of a small tile, and short walks want keys early",
+        "a narrow window wastes less of a small tile, and its few keys must be loaded early",
         max_window=1024,
     ),
     FwdRow(
         *(32, 32, 128, 128, 3, 2, False),
-        "rows of tables stay in shared memory, and two warpgroups can load a block of them",
+        "cached bias rows stay in shared memory, and two warpgroups load a block of them",
         masks=(TuningClass.SCORE_MOD,),
         caches_bias=True,
     ),
     FwdRow(
         *(64, 64, 128, 96, 2, 2, False),
-        "as above, with room for two blocks of rows in fp32",
+        "cached bias rows stay in shared memory, with room for two blocks of fp32 rows",
         masks=(TuningClass.SCORE_MOD,),
         caches_bias=True,
     ),
     FwdRow(
         *(64, 64, 192, 80, 4, 2, False),
-        "two blocks with fewer columns that are not there; registers for what a score_mod computes",
+        "two key blocks with less padding; leaves registers for the score_mod",
         masks=(TuningClass.SCORE_MOD,),
         min_seqlen_k=129,
         max_seqlen_k=160,
     ),
     FwdRow(
         *(64, 64, 192, 96, 4, 2, False),
-        "three warpgroups, with registers for what a score_mod computes",
+        "three warpgroups overlap their work; leaves registers for the score_mod",
         masks=(TuningClass.SCORE_MOD,),
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
-        "short sequences fill small tiles better, and waste less along the diagonal",
+        "short sequences fill small tiles better, and compute less above the diagonal",
         masks=(TuningClass.CAUSAL,),
         max_seqlen_q=1024,
     ),
     FwdRow(
         *(64, 64, 192, 128, 3, 2, False),
-        "three warpgroups hide the latency of the exponentials",
+        "three warpgroups overlap products and exponentials",
         gain=1.2,
     ),
     FwdRow(
         *(64, 64, 128, 128, 3, 2, False),
-        "smaller tiles fill the last wave of CTAs",
+        "smaller tiles leave fewer SMs idle in the last wave",
     ),
     FwdRow(
         *(80, 80, 192, 96, 2, 2, False),
-        "three warpgroups hide the latency of the exponentials; the next query waits ready",
+        "three warpgroups overlap products and exponentials; the next queries load early",
         masks=(TuningClass.FULL, TuningClass.CAUSAL),
         above_dim=72,
         gain=1.15,
     ),
     FwdRow(
         *(96, 96, 192, 80, 3, 2, False),
-        "reading such rows takes long, and here each key serves more queries",
+        "rows of this size load slowly; in a larger tile each key serves more queries",
         masks=(TuningClass.FULL, TuningClass.CAUSAL),
         splits_sectors=True,
     ),
     FwdRow(
         *(96, 96, 192, 112, 3, 1, False),
-        "three warpgroups hide the latency of the exponentials",
+        "three warpgroups overlap products and exponentials",
         masks=(TuningClass.FULL,),
         gain=1.05,
     ),
-    FwdRow(96, 96, 128, 128, 3, 2, False, "two warpgroups take turns; the next query waits ready"),
+    FwdRow(96, 96, 128, 128, 3, 2, False, "two warpgroups take turns; the next queries load early"),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
-        "three warpgroups hide the latency of the exponentials, and each key serves more queries",
+        "three warpgroups overlap products and exponentials; each key serves more queries",
         masks=(TuningClass.FULL,),
         gain=1.05,
     ),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
-        "reading such rows takes long, and here each key serves more queries",
+        "rows of this size load slowly; in a larger tile each key serves more queries",
         masks=(TuningClass.CAUSAL,),
         splits_sectors=True,
     ),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
-        "each key serves more queries; in long walks waste along the diagonal weighs little",
+        "each key serves more queries; with many keys, little is wasted along the diagonal",
         masks=(TuningClass.CAUSAL, TuningClass.SCORE_MOD),
         min_seqlen_k=32768,
         gain=1.05,
     ),
     FwdRow(
         *(128, 128, 192, 80, 3, 1, False),
-        "three warpgroups hide the latency of a soft cap's functions",
+        "three warpgroups overlap products and the functions of a soft cap",
         min_seqlen_k=8192,
         needs_sfu=True,
     ),
     FwdRow(
         *(128, 128, 128, 128, 2, 2, False),
-        "square tiles waste least along a mask's edge; the next query waits ready",
+        "square tiles waste least along the edge of a mask; the next queries load early",
     ),
-    FwdRow(192, 128, 128, 112, 2, 1, False, "the largest key block beside a separate output"),
-    FwdRow(192, 192, 128, 96, 2, 1, True, "the output takes the query's place in shared memory"),
+    FwdRow(192, 128, 128, 112, 2, 1, False, "the largest key block beside an output buffer"),
+    FwdRow(192, 192, 128, 96, 2, 1, True, "the output reuses the query's shared memory"),
     FwdRow(
         *(256, 256, 128, 64, 2, 1, True),
-        "registers for scores and probabilities at once, and a third stage of K",
+        "registers hold scores and probabilities at once; a third buffer for K",
     ),
     *(
         row
@@ -197,12 +196,12 @@ SM90_FWD = (
         for row in (
             FwdRow(
                 *(d, d, 64, 64, decode_stages, 1, True),
-                "decoding waits for memory: as many keys in flight as fit; two CTAs share values",
+                "decoding is limited by memory: as many keys as fit; two CTAs share values",
                 for_decode=True,
             ),
             FwdRow(
                 *(d, d, 128, 64, stages, 1, True),
-                "two CTAs share values, and each scores all keys; what fits beside a query",
+                "two CTAs share values, and each computes all scores; as many keys as fit",
             ),
         )
     ),
@@ -215,31 +214,31 @@ _SM100_FWD = (
     *(
         FwdRow(
             *(d, d_v, 128, 128, stages, 1, False),
-            "few rows share keys: one half of a tile, and its memory for keys in flight",
+            "few query rows share keys: half a tile, and more memory for keys in flight",
             for_decode=True,
         )
         for d, d_v, stages in ((64, 64, 5), (96, 96, 3), (128, 128, 2), (192, 128, 2))
     ),
-    FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next query waits ready, keys come early"),
-    FwdRow(*(96, 96, 256, 128, 3, 1, False), "three blocks in flight rather than a second query"),
+    FwdRow(*(64, 64, 256, 128, 4, 2, False), "the next queries and keys are loaded early"),
+    FwdRow(*(96, 96, 256, 128, 3, 1, False), "three key blocks in flight, not a second query"),
     FwdRow(
         *(128, 128, 256, 128, 2, 2, False),
-        "a pair of CTAs reads half of each block, and the next query waits ready in its place",
+        "each CTA of a pair loads half of each block, which leaves room for the next queries",
         masks=(TuningClass.FULL,),
         min_seqlen_q=257,
         cta_pair=True,
     ),
-    FwdRow(*(128, 128, 256, 128, 2, 1, False), "what fits beside a query and a staged output"),
+    FwdRow(*(128, 128, 256, 128, 2, 1, False), "as many keys as fit beside an output buffer"),
     FwdRow(
         *(192, 128, 256, 128, 2, 1, False),
-        "a pair of CTAs reads half of each block, and twice as many are in flight",
+        "each CTA of a pair loads half of each block, so twice as many are in flight",
         masks=(TuningClass.FULL,),
         min_seqlen_q=257,
         cta_pair=True,
     ),
     FwdRow(
         *(192, 128, 256, 128, 2, 1, False),
-        "a single CTA waits for its only place for keys; a pair visits a few blocks more",
+        "a single CTA waits for its one key buffer; a pair has two, and visits more blocks",
         min_seqlen_q=1024,
         cta_pair=True,
     ),
@@ -250,7 +249,7 @@ _SM100_FWD = (
         for row in (
             FwdRow(
                 *(d, d, 128, 128, pair_stages, 1, False),
-                "a pair of CTAs has the rows of one tile of narrower heads, and half of each block",
+                "two CTAs share a tile of 256 query rows, and each loads half of each block",
                 min_seqlen_q=129,
                 cta_pair=True,
             ),
@@ -271,26 +270,26 @@ SM103_FWD = _SM100_FWD
 SM90_BWD = (
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
-        "a few listed queries, all values in registers",
+        "blocks of a few gathered queries, with all values in registers",
         clears_dq=True,
         query_lists=128,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
-        "a few listed queries, with registers left for those who look them up",
+        "blocks of a few gathered queries; leaves registers for the warps that gather them",
         clears_dq=True,
         query_lists=128,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 0),
-        "a few listed queries; both warpgroups have the same keys, and half of the columns each",
+        "blocks of a few gathered queries; each warpgroup takes all keys and half the columns",
         clears_dq=True,
         query_lists=64,
     ),
     *(
         BwdRow(
             *(d, d, 64, 2, 2, 1, value_cols),
-            "blocks that one warpgroup's lists have are short; no CTA waits for who stores first",
+            "blocks for one warpgroup alone are short; dQ starts as zeros, so no CTA waits",
             masks,
             above_dim=64,
             clears_dq=True,
@@ -304,21 +303,21 @@ SM90_BWD = (
     ),
     BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
-        "user callables take the registers of 64 queries, but not those of the values",
+        "blocks of 64 queries leave registers for the user's functions, and for the values",
         (TuningClass.SCORE_MOD, TuningClass.MASK_MOD),
     ),
     BwdRow(
         *(64, 64, 128, 2, 2, 1, 48),
-        "registers for 128 queries and most values beside the sums of dK and dV",
+        "registers hold 128 queries and most values beside the sums of dK and dV",
         (TuningClass.FULL, TuningClass.CAUSAL),
     ),
     BwdRow(
         *(64, 64, 128, 2, 2, 1, 16),
-        "registers for 128 queries and a few values, with enough left for the mask warps",
+        "registers hold 128 queries and a few values, and leave enough for the mask warps",
     ),
     BwdRow(
         *(96, 96, 64, 2, 2, 1, 96),
-        "all values in registers; walks that begin at the same queries do not wait for each other",
+        "all values in registers; dQ starts as zeros, so CTAs with the same queries do not wait",
         (TuningClass.FULL,),
         max_seqlen_k=6144,
         above_dim=64,
@@ -326,7 +325,7 @@ SM90_BWD = (
     ),
     BwdRow(
         *(96, 96, 64, 2, 2, 1, 96),
-        "as for wider heads: in long walks sums that the first one stores cost more than clearing",
+        "with many keys, clearing dQ costs less than waiting for a CTA that stores first",
         (TuningClass.CAUSAL,),
         min_seqlen_k=32768,
         above_dim=64,
@@ -334,32 +333,32 @@ SM90_BWD = (
     ),
     BwdRow(
         *(96, 96, 64, 2, 2, 1, 96),
-        "registers for 64 queries and all values beside the sums of dK and dV",
+        "registers hold 64 queries and all values beside the sums of dK and dV",
         (TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER),
         above_dim=64,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),
-        "all walks begin at the same queries; each would wait for the first one to store a block",
+        "dQ starts as zeros: all CTAs begin with the same queries, and would wait to add",
         (TuningClass.FULL,),
         max_seqlen_k=6144,
         clears_dq=True,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),
-        "in walks of this length, sums that the first one stores came with 1.16 times the time",
+        "dQ starts as zeros: waiting for a CTA that stores first took 1.16 times as long",
         (TuningClass.CAUSAL,),
         min_seqlen_k=32768,
         clears_dq=True,
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 64),
-        "registers for 64 queries and half of the values beside the sums of dK and dV",
+        "registers hold 64 queries and half of the values beside the sums of dK and dV",
         (TuningClass.FULL, TuningClass.CAUSAL, TuningClass.OTHER),
     ),
     BwdRow(
         *(128, 128, 64, 2, 2, 1, 32),
-        "registers for 64 queries and some values, with enough left for bits of many edges",
+        "registers hold 64 queries and some values, and leave enough for mask bits",
     ),
     *(
         BwdRow(
@@ -372,37 +371,37 @@ SM90_BWD = (
         for d, d_v, stages_do in ((160, 160, 2), (192, 128, 1))
         for reason, masks, min_seqlen_k, max_seqlen_k, clears_dq in (
             (
-                "as for narrower heads: all walks begin at the same queries",
+                "dQ starts as zeros: all CTAs begin with the same queries",
                 *((TuningClass.FULL,), 0, 6144, True),
             ),
             (
-                "as for narrower heads: in long walks first stores cost more than clearing",
+                "with many keys, clearing dQ costs less than waiting for a CTA that stores first",
                 *((TuningClass.CAUSAL,), 32768, None, True),
             ),
             (
-                "a CTA with 128 keys adds dQ half as often, and reads Q and dO half as often",
+                "a CTA with 128 keys adds to dQ and loads Q and dO half as often",
                 *(None, 0, None, False),
             ),
         )
     ),
     BwdRow(
         *(192, 192, 64, 2, 2, 1, 0),
-        "two CTAs that sum dQ together add half as much of it to memory",
+        "two CTAs sum dQ together, and add half as much to memory",
         above_dim=128,
         clears_dq=True,
         cta_pair=True,
     ),
-    BwdRow(*(192, 192, 64, 2, 2, 1, 0), "half of the sums' columns in each warpgroup"),
+    BwdRow(*(192, 192, 64, 2, 2, 1, 0), "each warpgroup sums half of the columns"),
     BwdRow(
         *(256, 256, 64, 2, 1, 1, 0),
-        "two CTAs that sum dQ together add half as much of it to memory",
+        "two CTAs sum dQ together, and add half as much to memory",
         above_dim=192,
         clears_dq=True,
         cta_pair=True,
     ),
     BwdRow(
         *(256, 256, 64, 2, 1, 1, 0),
-        "as up to 192; a second query is worth more than a second dO",
+        "each warpgroup sums half of the columns; a second buffer for Q, not for dO",
     ),
 )
 
@@ -411,7 +410,7 @@ SM90_BWD = (
 # masking, or in a window of 512 keys, that is 1.2 times as many.
 _SM100_PAIR = BwdRow(
     *(128, 128, 128, 2, 1, 1, 0),
-    "two CTAs read half of the queries each, and add half as much of dQ to memory",
+    "two CTAs load half of the queries each, and add half as much of dQ to memory",
     min_seqlen_k=512,
     above_dim=96,
     clears_dq=True,
@@ -432,7 +431,7 @@ _SM100_ASKED_PAIR = _SM100_WIDE_PAIR._replace(
 # Such a pair has the keys of one CTA, so it visits no more blocks.
 _SM100_FOLDED_PAIR = BwdRow(
     *(256, 256, 128, 2, 1, 1, 0),
-    "CTAs of 64 keys have room for all sums in one launch",
+    "with 64 keys in a CTA, all sums fit into one launch",
     above_dim=192,
     clears_dq=True,
     cta_pair=True,
@@ -447,18 +446,18 @@ SM100_BWD = tuple(
     row
     for d, d_v, tile_m, stages_q, stages_do, reason in (
         (64, 64, 128, 2, 2, "two query blocks in flight"),
-        (96, 96, 128, 2, 2, "two query blocks in flight, and dQ in the columns of dP"),
-        (128, 128, 128, 2, 1, "what fits beside two blocks of Q"),
-        (192, 128, 64, 2, 2, "blocks of 64 queries leave room for both sums, and dQ over dP"),
-        (192, 192, 64, 2, 1, "the same, with dQ over S"),
-        (256, 128, 64, 2, 1, "the same, with dQ over S"),
-        (128, 256, 64, 2, 1, "blocks of 64 queries leave room for both sums, and dQ over dP"),
-        (256, 256, 64, 1, 1, "a launch for dV, and one for dK and dQ, which fills the memory"),
+        (96, 96, 128, 2, 2, "two query blocks in flight; dQ reuses dP's tensor memory"),
+        (128, 128, 128, 2, 1, "two blocks of Q in flight, and one of dO"),
+        (192, 128, 64, 2, 2, "64 queries leave room for dK and dV; dQ reuses dP's memory"),
+        (192, 192, 64, 2, 1, "64 queries leave room for dK and dV; dQ reuses S's memory"),
+        (256, 128, 64, 2, 1, "64 queries leave room for dK and dV; dQ reuses S's memory"),
+        (128, 256, 64, 2, 1, "64 queries leave room for dK and dV; dQ reuses dP's memory"),
+        (256, 256, 64, 1, 1, "one launch for dV, and one for dK and dQ, as all do not fit"),
     )
     for row in (
         BwdRow(
             *(d, d_v, tile_m, stages_q, stages_do, 1, 0),
-            f"{reason}; clearing costs once what asking for sums costs in every block",
+            f"{reason}; dQ starts as zeros",
             clears_dq=True,
         ),
         BwdRow(*(d, d_v, tile_m, stages_q, stages_do, 1, 0), reason),

@@ -257,8 +257,7 @@ def _chosen(module: torch.nn.Module, block_indices: Tensor, is_packed: bool) -> 
 
 
 def _refuse_in_shards(module: torch.nn.Module, given: dict[str, Tensor | None]) -> None:
-    """Refuse what `parallel.sharded` does not know of: tensors of own rows, and other layers than
-    those that see all or a sliding window of it."""
+    """Refuse tensors of own rows, and layers that see other than all or a sliding window."""
     for name, value in given.items():
         if value is not None:
             raise NotImplementedError(

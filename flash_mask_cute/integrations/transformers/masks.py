@@ -328,7 +328,7 @@ def make_mask(
     if padding is not None:
         missing = kv_length + kv_offset - padding.shape[1]
         if missing > 0:
-            # keys of a static cache that are not there yet
+            # keys that a static cache does not hold yet
             padding = torch.nn.functional.pad(padding, (0, missing))
     is_row = q_length == 1 and not others.get("use_vmap")
     if isinstance(q_offset, Tensor) and not is_row:
@@ -431,8 +431,7 @@ def _find_padded_window(
 
 
 def _with_used(found: Found) -> Found:
-    """The row with the number of keys up to the last that is seen: a static cache has room for
-    more."""
+    """The row with the number of keys up to the last visible one, as in a static cache."""
     row = found.row
     assert row is not None
     ends = torch.arange(1, row.shape[3] + 1, device=row.device, dtype=torch.int32)

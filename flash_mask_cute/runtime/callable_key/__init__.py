@@ -22,7 +22,7 @@ own modules                           the attributes whose names the function me
 
 Own means: neither in the standard library, nor in a site-packages folder with a known version, nor
 part of this package. Tensors and anything else without a known structure raise TypeError, and so
-does what would reach names that the code does not tell: ``globals()``, ``eval`` and the like, the
+does what would reach names that the code does not show: ``globals()``, ``eval`` and the like, the
 environment, and an own module that a function returns, passes on or puts into a container. Names
 reached by a computed string (``getattr(module, "a" + "b")``), and what a library's function returns
 by the state of the process, are not followed.

@@ -107,8 +107,7 @@ class Traversal:
         self._parts.append(b")")
 
     def _named(self, label: str, name: object, value: object, *steps: Step) -> None:
-        """Write one named part; `label` says in an error message what the name is. steps: those
-        from the object that holds it; none: it is not held in one of these ways."""
+        """Write one named part. label: for messages. steps: from the object that holds it."""
         self._trail.append((label, name, steps))
         self._emit(b"name", label, str(name))
         self._value(value)
@@ -515,10 +514,7 @@ _VISITORS: dict[type, Callable[[Traversal, Any], None]] = {
 
 
 def _is_generated(name: str, value: object) -> bool:
-    """Whether the dataclass decorator wrote this method; it follows from the fields and options.
-
-    Python 3.10 does not tell: there, generated methods are encoded like any other.
-    """
+    """Whether the dataclass decorator wrote this method; never known in Python 3.10."""
     if not name.startswith("__") or not isinstance(value, types.FunctionType):
         return False
     return (

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
 
 import bench
-from bench import flops, masks, measure, timing
-from bench.cases import CASES, BenchCase, CaseTensors, make_tensors
+from bench import flops, masks
+from bench.cases import CASES, BenchCase
 
 
 def small(mask: str = "causal", n: int = 300, **changes: object) -> BenchCase:
@@ -49,36 +47,3 @@ def row(
     milliseconds = flops.attention_flops(CASES[name]) / rate / 1e9
     head = {"run": run, "date": "today", "gpu": "a GPU", "commit": commit, "versions": {"torch": 2}}
     return head | bench.row_of(CASES[name], peer, variant, milliseconds, ())
-
-
-class Clock:
-    """Stands for the device's events; `now` in milliseconds."""
-
-    now = 0.0
-
-    class Event:
-        def __init__(self, clock: Clock) -> None:
-            self.clock, self.at = clock, 0.0
-
-        def record(self) -> None:
-            self.at = self.clock.now
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Clock.Event) -> float:
-            return end.at - self.at
-
-
-def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Inputs are on the CPU, nothing is waited for, and time passes only where the test says so."""
-
-    def on_cpu(case: BenchCase, device: str, seed: int) -> CaseTensors:
-        return make_tensors(case, "cpu", seed)
-
-    clock = Clock()
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(measure, "make_tensors", on_cpu)
-    monkeypatch.setattr(timing, "_events", lambda: (Clock.Event(clock), Clock.Event(clock)))
-    return clock

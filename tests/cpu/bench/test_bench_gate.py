@@ -9,7 +9,7 @@ import torch
 from small_cases import SMALL, masked, small
 from test_bench_cases import visible_pairs
 
-from bench import cases, gate, masks, peers
+from bench import DETERMINISTIC, cases, gate, masks, measure, peers
 from bench.cases import BenchCase, make_tensors
 
 
@@ -121,3 +121,82 @@ def test_gate_of_gradients(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> 
             assert not gate.check_gradients(truth, wrong, rule=gate.RULE).ok
     swapped_heads = [x.roll(1, -2) for x in found[:3]]
     assert not gate.check_gradients(truth, [*swapped_heads, *found[3:]], rule=gate.PEER_RULE).ok
+
+
+def flex_by_hand(q, k, v, block_mask=None, return_aux=None, **options):  # type: ignore[no-untyped-def]
+    """What `flex_attention` computes, in torch."""
+    n, group = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1).float() for x in (k, v))
+    scores = q.float() @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    at = torch.arange(n)
+    if block_mask is not None:
+        scores = scores.masked_fill(~block_mask.mask_mod(0, 0, at[:, None], at[None]), -torch.inf)
+    return (scores.softmax(-1) @ v).to(q.dtype)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "document"])
+def test_backwards_of_torch(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call reads the same forward again; FlexAttention is asked for its backend."""
+    from torch.nn.attention import flex_attention
+
+    asked: list[object] = []
+
+    def noted(*operands, kernel_options=None, **options):  # type: ignore[no-untyped-def]
+        asked.append(kernel_options)
+        return flex_by_hand(*operands, **options)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(flex_attention, "flex_attention", noted)
+    case = masked(mask, 200, kind="backward", form="columns" if mask == "document" else "native")
+    tensors = peers.save_forward(case, make_tensors(case, "cpu", 2), 2)
+    judge = measure.gradient_judge(case, tensors, 4)
+    for name in ("flex", "flex_flash", *(() if mask == "full" else ("sdpa_dense",))):
+        call = peers.PEERS[name].prepare(case, tensors)
+        for _ in range(2):
+            assert judge(peers.PEERS[name], call, gate.RULE).ok
+    assert asked == [None, {"BACKEND": "FLASH"}]
+    changes = {"mask": "causal" if mask == "full" else "full", "form": "native", "draw": None}
+    wrong = peers.PEERS["flex"].prepare(replace(case, **changes), tensors)  # type: ignore[arg-type]
+    assert not judge(peers.PEERS["flex"], wrong, gate.PEER_RULE).ok
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_torch_peers_and_the_gate_agree_on_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    rights = [masked("share_question", 300), masked("global_sliding_window", 300)]
+    rights += [small("causal", 300, score_mod=mod) for mod in ("alibi", "t5_bias", "softcap")]
+    for case in rights:
+        tensors = make_tensors(case, "cpu", 2)
+        truth = gate.reference(case, tensors, seed=4)
+        for name in ("flex", "sdpa_dense"):
+            peer = peers.PEERS[name]
+            if not peer.supports(case):
+                out, lse = peer.unpack(peer.prepare(case, tensors)())
+                assert gate.check(truth, out, lse, rule=gate.RULE).ok
+                for other in (masked("causal_document", 300), small("causal", 300)):
+                    wrong = gate.reference(replace(other, tokens=case.tokens), tensors, seed=4)
+                    assert not gate.check(wrong, out, lse, rule=gate.PEER_RULE).ok
+
+
+@pytest.mark.parametrize("wrong", ["ours", DETERMINISTIC])
+def test_a_wrong_backward_makes_no_row(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    case = masked("document", 200, kind="backward", deterministic=True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    on_cpu = measure.make_tensors
+    monkeypatch.setattr(measure, "make_tensors", lambda case, _, seed: on_cpu(case, "cpu", seed))
+    names = "ours", DETERMINISTIC, "cudnn"
+    options = measure.Options((), names, 5, 0, 0.15, 0.0, 9.0, 9.0, 3, "", "abc", "", table="")
+    calls, _ = measure.admit(case, options, measure.Inputs())
+    assert list(calls) == ["ours", DETERMINISTIC]
+    prepare = peers.CutePeer.prepare
+
+    def damaged(peer: peers.CutePeer, case: BenchCase, tensors: cases.CaseTensors) -> peers.Call:
+        call = prepare(peer, case, tensors)
+        if peer.name != wrong or case.kind != "backward":
+            return call
+        return lambda: [x * (1 + 0.1 * torch.rand(())) for x in call()]
+
+    monkeypatch.setattr(peers.CutePeer, "prepare", damaged)
+    with pytest.raises(measure.Refused, match=f"{wrong}: ") as refused:
+        measure.admit(case, options, measure.Inputs())
+    assert ("two calls differ" in str(refused.value)) == (wrong == DETERMINISTIC)

@@ -52,18 +52,6 @@ def test_a_file_gives_the_rows_back(tmp_path: Path) -> None:
     assert read_rows(path) == [*given, own] and {*HEAD} <= own.keys()
 
 
-def test_a_row_before_its_head_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    append_row(path, ROWS[0])
-    append_row(path, ROWS[4])
-    *others, head, late = path.read_text().splitlines()
-    path.write_text("\n".join((*others, late, head)))
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3: .* run 'new' .* date, gpu, commit"):
-        read_rows(path)
-    with pytest.raises(KeyError, match="gpu"):
-        append_row(path, {"run": "new", "date": "today", "kind": "attention"})
-
-
 # -- tables ---------------------------------------------------------------------------------------
 
 

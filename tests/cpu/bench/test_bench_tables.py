@@ -4,7 +4,6 @@ readable, and what they say of a problem is what its definition says."""
 from __future__ import annotations
 
 import importlib
-import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from bench import (
     torch_sdpa,
 )
 from bench.flex_mods import NAMED
-from bench.overlap import overlap_of, union
 from flash_mask_cute import flash_attn_func
 
 NAMES = ("flex", "selected", "block_sparse", "learned", "parallel", "torch_sdpa", "decode")
@@ -70,15 +68,6 @@ def test_a_wrong_result_makes_the_status_1(capsys: pytest.CaptureFixture[str]) -
     assert runner.main(made_table(rows), ["--dry", "two"]) == 0
     for row in ({"kind": "wrong"}, {"ok": False}):
         assert runner.main(made_table(lambda case, row=row: iter([row])), ["--dry"]) == 1  # type: ignore
-
-
-def test_another_error_of_a_case_is_not_hidden() -> None:
-    def rows(case: Made) -> Iterator[Json]:
-        raise RuntimeError("a bug")
-        yield {}
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        runner.main(made_table(rows), ["--dry"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -251,16 +240,6 @@ def test_frames_see_the_frames_before_them(count: int) -> None:
         assert bool(seen[1, q, k]) == (before >= 0 and (count == 0 or before <= count or k < 3))
 
 
-def test_tiles_that_hold_a_block() -> None:
-    case = block_sparse.Case("vsa", 2, heads=2, blocks=9, d=16)
-    problem = block_sparse.Problem(case, "cpu", torch.float32)
-    whole = np.zeros((2, 10, 10), dtype=bool)
-    whole[:, :9, :9] = problem.seen.numpy()
-    held = [whole[h, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].any() for h, i, j in np.ndindex(2, 5, 5)]
-    assert problem.tile_density == pytest.approx(np.mean(held))
-    assert problem.density == pytest.approx(2 / 9)
-
-
 def test_counts_of_choices_are_those_of_a_dense_mask() -> None:
     case = selected.Case("small", 512, (8, 2), block=32, k=5, r=0.9)
     choice = selected.choose(case, case.n, "cpu")
@@ -275,25 +254,6 @@ def test_counts_of_choices_are_those_of_a_dense_mask() -> None:
     tiles = seen.view(2, 16, 32, 16, 32).any(4).any(2)  # 128 rows of 4 heads each
     assert found.union == pytest.approx(tiles.sum(-1).float().mean().item())
     assert 0.5 < found.shared < 1
-
-
-def test_time_of_messages_under_attention() -> None:
-    """By counting microseconds."""
-    rng = random.Random(5)
-    for _ in range(50):
-        kernels = []
-        for _ in range(rng.randint(0, 12)):
-            begin = rng.randint(0, 90)
-            name = rng.choice(["ncclDevKernel_SendRecv", "flash_mask_cutesm90flash_fwd", "copy"])
-            kernels.append((name, (float(begin), float(begin + rng.randint(0, 20)))))
-        times: dict[str, set[int]] = {"nccl": set(), "flash": set()}
-        for name, (first, last) in kernels:
-            for kind in (kind for kind in times if kind in name):
-                times[kind].update(range(int(first), int(last)))
-        found = overlap_of(kernels)
-        assert found.messages * 1e3 == pytest.approx(len(times["nccl"]))
-        assert found.hidden * 1e3 == pytest.approx(len(times["nccl"] & times["flash"]))
-    assert union([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
 
 
 def test_a_dead_worker_loses_its_case_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_wide_heads_are_for_pairs_of_ctas() -> None:
     assert not any(takes_pairs(*dims) for dims in ((64, 256), (192, 256), (128, 128)))
     choice = select_bwd_config(**WIDE)
     assert (choice.tile_n, choice.cluster_tile_n) == (64, 128)
-    for said in ("192 < head_dim <= 256", "without an order", "nothing modifies"):
+    for said in ("192 < head_dim <= 256", "deterministic=False", "no soft cap and no score_mod"):
         assert said in choice.reason
 
 
@@ -168,7 +168,7 @@ def test_wide_heads_of_which_each_warpgroup_has_keys() -> None:
                     clears_dq = (kind, seqlen_k) in (("full", 4096), ("causal", 32768))
                     assert choice.tiles.clears_dq == (clears_dq and not deterministic)
                     assert choice.tile_n == choice.cluster_tile_n == 128
-        for said in ("128 < head_dim <=", "half as often", "nothing modifies"):
+        for said in ("128 < head_dim <=", "half as often", "no soft cap and no score_mod"):
             assert said in choice.reason
         traits = BwdTraits(BFloat16, *dims, 64, stages_do=1, splits_keys=True)
         (product,) = traits.columns.products_dq(0)

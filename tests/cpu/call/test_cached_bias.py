@@ -114,7 +114,7 @@ def test_kept(name: str) -> None:
     assert found.problem.cached_bias_bits == bits
     tiles = found.fwd_choice.tiles
     assert (tiles.tile_m, tiles.tile_n) == (128, 128)
-    assert "tables that batch entries share" in found.fwd_choice.reason
+    assert "a bias that batch entries share" in found.fwd_choice.reason
 
 
 @pytest.mark.parametrize("name", NOT_KEPT)
@@ -142,4 +142,4 @@ def test_shared_memory_and_spills() -> None:
 
 def test_explain_tells() -> None:
     text = str(explain(*operands(), **call_keywords(), target="sm_90a"))
-    assert "rows of tables stay in shared memory" in text
+    assert "cached bias rows stay in shared memory" in text

@@ -25,7 +25,7 @@ def test_random_calls(seed: int, earliest: int) -> None:
 
 def test_the_tiles_that_explain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles without a visible score may count as visited, tiles with one are."""
-    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: ({}, {}))
     calls = (Draw(7, torch.bfloat16, 64, 300, earliest).calls(30) for earliest in (0, -200))
     for call in chain(*calls):
         found = explain(call.q, call.k, call.v, **call.keywords)
@@ -47,7 +47,7 @@ def test_the_tiles_that_explain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_partial_blocks_are_read_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a position a kernel masks blocks that are listed as partial, with or without a
     mask_mod, and explain counts them so."""
-    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: {})
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: ({}, {}))
     q = torch.empty(1, 256, 1, 128, dtype=torch.bfloat16)
     full = torch.full((1, 1, 2), 1, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)
     mask = torch.full((1, 1, 2), 1, dtype=torch.int32), torch.ones(1, 1, 2, 2, dtype=torch.int32)
