@@ -142,8 +142,7 @@ class OperandLoads:
     @property
     def _ctas_of_keys(self) -> dict[str, Any]:
         """The CTAs that a copy of keys goes to, as its argument, if not to this one alone."""
-        all_ctas = (1 << clusters.CTAS) - 1
-        return {"mcast_mask": Int16(all_ctas)} if self.shape.multicasts_keys else {}
+        return {"mcast_mask": Int16((1 << clusters.CTAS) - 1)} if self.shape.multicasts_keys else {}
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
