@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int16, Int32, const_expr
 
-from flash_mask_cute.core import tma
+from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
@@ -140,9 +140,9 @@ class OperandLoads:
         return self.part * self.shape.box_v[1] if self.half is None else self.half.first_column
 
     @property
-    def _of_keys(self) -> dict[str, Any]:
-        """More arguments of a copy of keys."""
-        return {"mcast_mask": Int16(3)} if self.shape.multicasts_keys else {}
+    def _ctas_of_keys(self) -> dict[str, Any]:
+        """The CTAs that a copy of keys goes to, as its argument, if not to this one alone."""
+        return {"mcast_mask": Int16((1 << clusters.CTAS) - 1)} if self.shape.multicasts_keys else {}
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
@@ -225,7 +225,7 @@ class OperandLoads:
             src[None, block.index * parts + part],
             dst[None, channel.index(number)],
             tma_bar_ptr=channel.barrier(number),
-            **self._of_keys,
+            **self._ctas_of_keys,
         )
         self._load_values(state)
         return LoadState(number + 1, block.index, place)
@@ -310,7 +310,7 @@ class OperandLoads:
         boxes, share = self.shape.tile_n // self.shape.page_box, self.share
         own = (boxes - share.index + share.count - 1) // share.count
         if const_expr(is_multicast):
-            share, own = CopyShare(self.half.rank, 2), boxes
+            share, own = CopyShare(self.half.rank, clusters.CTAS), boxes
         channel.expect(number, own * (num_bytes // boxes))
         for turn in cutlass.range(-(-boxes // share.count), unroll=self._boxes_unrolled):
             box = turn * share.count + share.index
@@ -325,7 +325,7 @@ class OperandLoads:
         gK = cute.domain_offset((at.row, 0), gK)
         channel, tile = self.k.channel, self.shape.box_k
         to = tile, box, number, channel
-        self._load_box(self.operands.k_atom, gK, self.k.smem, *to, self._of_keys)
+        self._load_box(self.operands.k_atom, gK, self.k.smem, *to, self._ctas_of_keys)
 
     def _load_value_box(
         self, head: Int32, smem: cute.Tensor, at: PageRow, box: Int32, number: Int32
