@@ -8,13 +8,18 @@ from cases import Case
 from inputs import make_inputs
 from oracle import reference_attention
 from score_tables import TABLES, make_tabled
-from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase
+from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase, take_chunks
 from tolerances import assert_close_to_oracle
 
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_chunks(monkeypatch)
 
 
 @pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)

@@ -18,7 +18,7 @@ from quiet_runs import quiet_run
 from score_tables import TABLES, make_tabled
 from simulated_backward import launch
 from simulated_forward import launch_on_simulator, run_on_simulator, run_sim
-from split_cases import TABLED_CASES, SplitCase
+from split_cases import TABLED_CASES, SplitCase, take_chunks
 from tolerances import lse_tolerance
 from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close
@@ -56,6 +56,11 @@ WITH_FACTOR = ["causal-fp32", "descending", "offsets", "hidden", "steps"]
 IN_PIECES = ["causal-1e30", "ascending", "extremes", "steps", "hidden"]
 if ARCH == HOPPER:
     WITH_FACTOR, IN_PIECES = [*WITH_FACTOR, "ascending"], list(TABLES)
+
+
+@pytest.fixture(autouse=True)
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_chunks(monkeypatch)
 
 
 @pytest.mark.parametrize("name", TABLES)

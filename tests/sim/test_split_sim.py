@@ -13,7 +13,7 @@ from paged_inputs import paged
 from planned import call_of
 from quiet_runs import quiet_run
 from simulated_forward import DELAY_SEEDS, run_on_simulator, run_sim
-from split_cases import SPLIT_CASES, SplitCase
+from split_cases import SPLIT_CASES, SplitCase, take_chunks
 
 from flash_mask_cute.call import splits
 
@@ -44,6 +44,11 @@ CASES = [(x, None, "NHD") for x in SPLIT_CASES] if ARCH == HOPPER else BLACKWELL
 def short_walks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many queries, too, over few keys, as longer walks are on a GPU."""
     monkeypatch.setattr(splits, "_LEAST_BLOCKS_OF_MANY", 4)
+
+
+@pytest.fixture(autouse=True)
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_chunks(monkeypatch)
 
 
 @pytest.mark.parametrize(

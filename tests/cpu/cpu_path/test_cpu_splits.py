@@ -9,7 +9,7 @@ import torch
 from inputs import Inputs, make_inputs
 from planned import call_of, planned
 from score_tables import TABLES, make_tabled
-from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase
+from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase, take_chunks
 from tolerances import assert_close_to_oracle
 
 from flash_mask_cute.call import splits
@@ -22,6 +22,11 @@ from flash_mask_cute.runtime.target import Target
 def short_walks_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many queries, too, over few keys, as longer walks are on a GPU."""
     monkeypatch.setattr(splits, "_LEAST_BLOCKS_OF_MANY", 4)
+
+
+@pytest.fixture(autouse=True)
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_chunks(monkeypatch)
 
 
 @pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)

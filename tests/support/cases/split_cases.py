@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 from cases import BF16, FP32, Case
 
 
@@ -78,3 +79,9 @@ TABLED_CASES = (
     SplitCase(Case("tables-few", 1, 8, 600, 2, 1, head_dim=64)),
     SplitCase(Case("tables-sink", 1, 30, 600, 2, 1, head_dim=64, sink=FP32), 3),
 )
+
+
+def take_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls whose cost is known take stream-K chunks like all others, so that small ones are in
+    chunks, too."""
+    monkeypatch.setattr("flash_mask_cute.call.splits._has_known_cost", lambda facts, problem: False)
