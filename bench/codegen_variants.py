@@ -263,7 +263,7 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d128-sink", _variant(128, is_causal=True, sink_dtype="bfloat16")
     yield "d128-packed_heads", _variant(128, is_causal=True, packed_heads=GROUP)
     yield "d128-no_lse", _variant(128, is_causal=True, needs_lse=False)
-    for d in (320, 512):
+    for d in (320, 384, 512):
         yield f"d{d}-full", _variant(d)
         yield f"d{d}-causal", _variant(d, is_causal=True)
         yield f"d{d}-columns1", _variant(d, is_causal=True, intervals=(1, True))

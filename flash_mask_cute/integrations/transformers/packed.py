@@ -19,7 +19,7 @@ from flash_mask_cute.lowering.lower import lower_mod
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.recent import Recent
 
-_NONE = torch.empty(0, dtype=torch.int64)
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 _causal = masking_utils.causal_mask_function
 _JOINED = masking_utils.and_masks(_causal).__code__
 _PACKED = masking_utils.packed_sequence_mask_function(_NONE).__code__

@@ -48,7 +48,7 @@ def watch_positions(mask: AttentionMask, position_ids: Tensor | None) -> None:
     if not begins.is_cuda:
         _warn_if(begins)
         return
-    answer = torch.empty(1, dtype=torch.bool, pin_memory=True)
+    answer = torch.empty(1, dtype=torch.bool, device="cpu", pin_memory=True)
     answer.copy_(begins, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(begins.device))
