@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench import Json, commit_here, runner, timing, versions
@@ -414,7 +414,7 @@ def flex(run: Run, p: Problem) -> Iterator[Attempt]:
         return
     config: Any = torch._dynamo.config
     config.recompile_limit = 64
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
     lengths, queries, seen = p.full, case.queries, p.visible(case.queries)
 
     def causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -431,7 +431,7 @@ def flex(run: Run, p: Problem) -> Iterator[Attempt]:
     mask = None
     if case.mask in mods and (case.mask != "causal" or p.used is not None or queries > 1):
         sizes = case.batch, None, queries, case.most_keys
-        mask = create_block_mask(mods[case.mask], *sizes, device=p.device)
+        mask = torch_flex.create_block_mask(mods[case.mask], *sizes, device=p.device)
 
     def call(k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (p.q, k, v))
