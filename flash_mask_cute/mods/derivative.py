@@ -648,5 +648,5 @@ def _coordinates(load: ir.Operation, view: cute.Tensor) -> tuple[Int32, ...]:
     if not isinstance(coordinates, tuple):
         coordinates = (coordinates,)
     if len(coordinates) != cute.rank(view):
-        _refuse(load, "an aux tensor whose gradient is wanted, by other than its coordinates,")
+        _refuse(load, "an aux tensor whose gradient is wanted, by other than its coordinates")
     return tuple(Int32(c) for c in coordinates)

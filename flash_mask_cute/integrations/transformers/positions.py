@@ -31,10 +31,10 @@ _said: list[bool] = []
 def watch_positions(mask: AttentionMask, position_ids: Tensor | None) -> None:
     """Warn once if position_ids (batch or 1, queries) begin anew below a mask that is a window.
 
-    It looks at each mask once. For tensors on a GPU it does not wait: a later layer or call reads
-    the answer and warns.
+    It looks at each mask once, and at none inside torch.compile. For tensors on a GPU it does not
+    wait: a later layer or call reads the answer and warns.
     """
-    if _said:
+    if _said or torch.compiler.is_compiling():
         return
     _read_answers()
     if position_ids is None or position_ids.dim() != 2 or mask.has_known_positions:
