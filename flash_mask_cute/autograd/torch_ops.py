@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.mod_names import optional_mod, optional_name
 from flash_mask_cute.autograd.passes import (
+    lse_dtype,
     refuse_dual_level,
     refuse_second_derivative,
     run_backward,
@@ -407,7 +408,8 @@ def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
 def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """lse_low has no elements without a score_mod, max_scores has none unless requested."""
+    """lse_low has no elements without a score_mod, max_scores has none unless requested. lse and
+    lse_low are float64 beside float64 tensors."""
     # a compiled graph runs on what it is given
     refuse_dual_level()
     call = call_of_operator(q, k, v, sink, arguments)
@@ -466,9 +468,8 @@ def _(
     lse_shape = (*rows[:-1], heads_q, rows[-1])
     low_shape = (0,) if _argument("score_mod", arguments) is None else lse_shape
     max_shape = lse_shape if _argument("wants_max", arguments) else (0,)
-    shapes = lse_shape, low_shape, max_shape
-    lse, lse_low, largest = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return out, lse, lse_low, largest
+    lse, lse_low = (q.new_empty(shape, dtype=lse_dtype(q)) for shape in (lse_shape, low_shape))
+    return out, lse, lse_low, q.new_empty(max_shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("flash_mask_cute::attention_fwd_into", lib=_library)
