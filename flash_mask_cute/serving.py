@@ -203,20 +203,14 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
     new = NewRows(k, v, cu_seqlens_k_new, *rotary)
-    return _attend_and_name(cache, cache_seqlens, new, call, (return_lse, return_softmax_lse))
-
-
-def _attend_and_name(
-    cache: Cache, cache_seqlens: Any, new: NewRows, call: AttentionCall, returns: tuple[bool, bool]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`_attend_over`, whose errors name what a mod of the caller captured."""
+    returns = return_lse, return_softmax_lse
     if torch.compiler.is_compiling():
         return _attend_over(cache, cache_seqlens, new, call, returns)
+    # here, because a function of its own would cost each call a frame
     try:
         return _attend_over(cache, cache_seqlens, new, call, returns)
     except OutsideError as error:
-        masks = call.masks or NO_MASKS
-        mods = masks.score_mod, masks.mask_mod, masks.aux_tensors
+        mods = score_mod, mask_mod, aux_tensors
         raise named_by_mods(error, *mods, cache.device) from error
 
 
@@ -232,7 +226,8 @@ def _attend_over(
     check_num_splits(options.num_splits)
     for name, returns_lse in zip(("return_lse", "return_softmax_lse"), returns, strict=True):
         check_bool(name, returns_lse)
-    check_bool("rotary_interleaved", new.interleaved)
+    if type(new.interleaved) is not bool:
+        check_bool("rotary_interleaved", new.interleaved)
     options = replaced(options, return_lse=any(returns))
     scale = options.softmax_scale
     if scale is not None and type(scale) is not float:

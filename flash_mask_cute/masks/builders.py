@@ -460,8 +460,8 @@ def from_cu_seqlens(
     bounds, seqlen, device = sizes_of(
         "cu_seqlens", cu_seqlens, seqlen, device, depth=1, adds_up=False
     )
-    if bounds.shape[1] < 2:
-        raise ValueError(f"cu_seqlens has shape {tuple(bounds.shape)}, it needs 0 and an end")
+    if bounds.shape[1] == 1:
+        bounds = F.pad(bounds, (0, 1))  # a document without tokens, for none
     if not isinstance(cu_seqlens, Tensor) and (
         bool(bounds[:, 0].any()) or bool((bounds.diff() < 0).any()) or int(bounds.max()) > seqlen
     ):

@@ -56,6 +56,9 @@ class DraftTree(NamedTuple):
             )
         bits, last = self.bits, self.bits.shape[1] - 1
 
+        if last < 0:
+            return lambda b, h, q_idx, kv_idx: kv_idx < first[b]
+
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             start = first[b]
             word = bits[b, (q_idx - start).clamp(0, last)]
@@ -127,10 +130,10 @@ def _parent_numbers(parents: Any, device: Device) -> Tensor:
     else:
         raise TypeError(f"parents={parents!r} is no list of ints and no integer tensor")
     numbers = numbers[None] if numbers.dim() == 1 else numbers
-    if numbers.dim() != 2 or 0 in numbers.shape or numbers.shape[1] > MAX_DRAFTS:
+    if numbers.dim() != 2 or numbers.shape[1] > MAX_DRAFTS:
         raise ValueError(
-            f"parents has shape {tuple(numbers.shape)}, not (drafts,) or (batch, drafts) with 1 to "
-            f"{MAX_DRAFTS} drafts"
+            f"parents has shape {tuple(numbers.shape)}, not (drafts,) or (batch, drafts) with up "
+            f"to {MAX_DRAFTS} drafts"
         )
     # a trace has no contents
     if numbers.device.type == "cpu" and not torch.compiler.is_compiling():
