@@ -45,6 +45,14 @@ def registers_left(num_warpgroups: int, taken: int) -> int:
     return launch_registers(num_warpgroups) * num_warpgroups - taken
 
 
+def check_can_run(traits: Any) -> None:
+    """Raises ValueError if no kernel can run with the traits of an attention kernel."""
+    if traits.dtype not in (cutlass.BFloat16, cutlass.Float16):
+        raise ValueError(f"dtype must be BFloat16 or Float16, got {traits.dtype}")
+    if (reason := traits.infeasible()) is not None:
+        raise ValueError(reason)
+
+
 def scheduler_rings(
     storage: Any,
     readers: tuple[int | Int32, int],

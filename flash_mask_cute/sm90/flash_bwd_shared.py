@@ -181,6 +181,7 @@ class _Masks(NamedTuple):
     mask_bits: MaskBitsArgs | None
 
 
+@dataclass(eq=False)
 class SharedGradientsSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
@@ -192,22 +193,17 @@ class SharedGradientsSm90:
     :param is_causal, is_local: as in the main kernel
     """
 
-    def __init__(
-        self,
-        traits: SharedTraits,
-        score_mod: Callable[..., Any],
-        wants_aux: tuple[int, ...],
-        once: tuple[int, ...],
-        is_causal: bool,
-        is_local: bool,
-    ):
-        if not traits.fits:
-            dims = traits.head_dim, traits.head_dim_v
-            raise ValueError(f"head dimensions {dims[0]}/{dims[1]} are too wide")
-        self.traits = traits
-        self.summed = SummedTensors(score_mod, wants_aux, once)
-        self.is_causal = is_causal
-        self.is_local = is_local
+    traits: SharedTraits
+    score_mod: Callable[..., Any]
+    wants_aux: tuple[int, ...]
+    once: tuple[int, ...]
+    is_causal: bool
+    is_local: bool
+
+    def __post_init__(self) -> None:
+        if not self.traits.fits:
+            raise ValueError(f"a CTA has no room for {self.traits}")
+        self.summed = SummedTensors(self.score_mod, self.wants_aux, self.once)
 
     @cute.jit
     def __call__(
