@@ -402,10 +402,8 @@ class FlashAttentionForwardSm90:
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
+            tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
-        is_selection = masks.bits is not None and masks.bits.is_selection
-        if const_expr(is_selection and (pages is not None or traits.in_fp8)):
-            walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
             k=traits.channel_k(storage, loads_kv),

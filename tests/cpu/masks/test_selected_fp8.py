@@ -56,13 +56,13 @@ def exact(call: Fp8Call, selected: SelectedBlocks, lengths: list[int]) -> Tensor
 def check(seed: int) -> None:
     call, selected, lengths = draw_call(seed)
     wanted = exact(call, selected, lengths)
-    keywords = {**call.keywords, **call.descales, "block_sparse_tensors": selected}
+    keywords: dict[str, Any] = {**call.keywords, **call.descales, "block_sparse_tensors": selected}
     out = flash_attn_varlen_func(call.q, *call.codes, **keywords)
     step = 2.0 ** (-8 if out.dtype == torch.bfloat16 else -10)
     assert ((out.double() - wanted).abs() <= step * wanted.abs() + 1e-6).all(), seed
     used = keywords.pop("seqused_k")
-    assert torch.equal(flash_attn_with_kvcache(call.q, *call.codes, cache_seqlens=used, **keywords),
-                       out), seed  # fmt: skip
+    of_cache: Any = flash_attn_with_kvcache(call.q, *call.codes, cache_seqlens=used, **keywords)
+    assert torch.equal(of_cache, out), seed
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -80,15 +80,14 @@ def test_new_rows_of_a_cache_are_selected() -> None:
     used = call.keywords.pop("seqused_k")
     more: dict[str, Any] = {**call.keywords, "causal": True, "block_sparse_tensors": selected}
 
-    def attend(appended: bool) -> Tensor:
+    def attend(appended: bool) -> Any:
         codes = [x.view(torch.uint8).clone().view(x.dtype) for x in call.codes]
         scales = {name: None if x is None else x.clone() for name, x in call.descales.items()}
         given: dict[str, Any] = more | scales
-        out = flash_attn_with_kvcache(
-            call.q, *codes, k=new[0], v=new[1], cache_seqlens=used, **given
-        )
+        k, v = codes
+        out = flash_attn_with_kvcache(call.q, k, v, k=new[0], v=new[1], cache_seqlens=used, **given)
         if appended:
             return out
-        return flash_attn_with_kvcache(call.q, *codes, cache_seqlens=used + 4, **given)
+        return flash_attn_with_kvcache(call.q, k, v, cache_seqlens=used + 4, **given)
 
     assert torch.equal(attend(True), attend(False))
