@@ -390,9 +390,8 @@ class FlashAttentionForwardSm90:
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
+            tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
-        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
-            walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
             k=traits.channel_k(storage, loads_kv),
@@ -406,7 +405,7 @@ class FlashAttentionForwardSm90:
         codes = None
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
-            codes = Codes.create(traits, storage_of_codes, loads)
+            codes = Codes.create(traits, storage_of_codes, loads, walk.tells_next)
         cached_bias = None
         if const_expr(traits.cached_bias_blocks > 0):
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
@@ -428,7 +427,7 @@ class FlashAttentionForwardSm90:
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loader = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
-                schedule.heads_per_kv, traits, loaded.words, pages=pages,
+                schedule.heads_per_kv, traits, loaded.words, loaded.next_words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
                 half=half,
             )  # fmt: skip
