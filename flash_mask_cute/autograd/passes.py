@@ -47,7 +47,7 @@ def with_outputs(call: AttentionCall, wants_max: bool, wants_low: bool = True) -
     """
     x, q = call.tensors, call.tensors.q
     has_mod = wants_low and call.masks is not None and call.masks.score_mod is not None
-    is_wide = wants_low and getattr(q, "dtype", None) == torch.float64
+    is_wide = wants_low and getattr(q, "dtype", None) is torch.float64
     if not (has_mod or wants_max or is_wide) or q.dim() not in (3, 4):
         return call
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])

@@ -45,8 +45,8 @@ class sdpa(TorchFunctionMode, ContextDecorator):
     derivatives are refused in the backward.
 
     A backward that is called inside recomputes checkpoints here, too. `sdpa()` decorates functions,
-    which then run inside wherever they are called: in another thread, or by a checkpoint whose
-    backward is called outside.
+    which then run inside wherever they are called: in another thread, or by a checkpoint that an
+    outside backward recomputes.
 
     torch gives a mode the calls of Python code. `nn.MultiheadAttention` computes attention below
     them and stays on torch, with a warning.

@@ -34,7 +34,7 @@ _REFUSED = (
 
 class _Tree(NamedTuple):
     """depths: int32 (tokens,), of each token in its path. made_of: the cumulative lengths that were
-    given beside the index, by whose identity a kept tree is recognised."""
+    given beside the index. Their identity shows which kept tree to use."""
 
     mask: ColumnMask
     depths: Tensor
@@ -133,7 +133,7 @@ def tree_attention(
 
 
 def _within(depths: Tensor, window: int) -> Callable[..., Any]:
-    """The mask_mod of a window along paths, whose other tokens are not in the way."""
+    """The mask_mod of a window that counts the tokens of a path alone."""
     return lambda b, h, q_idx, kv_idx: depths[q_idx] - depths[kv_idx] < window
 
 

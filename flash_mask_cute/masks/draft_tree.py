@@ -1,6 +1,6 @@
 """Trees of draft tokens, which a target model verifies in one decoding step.
 
-Draft tokens stand behind the tokens of the cache. A draft token sees these, its ancestors and
+Draft tokens follow the tokens of the cache. A draft token sees these, its ancestors and
 itself. A word of bits for each draft token holds the second part, and a mask_mod written in torch
 reads it, so that trees differ between sequences and change between replays of a CUDA graph.
 """
@@ -35,12 +35,12 @@ class DraftTree(NamedTuple):
     depths: Tensor
 
     def mask_mod(self, first: Tensor) -> MaskMod:
-        """The mask of a call whose last queries are the draft tokens.
+        """The mask of a call with the draft tokens as its last queries.
 
         first: int32 (batch,), on the device of bits: the position of each sequence's first draft
-        token, so the number of tokens before it. `flash_attn_with_kvcache` has it in
-        `cache_seqlens`, if the drafts are its k and v. If they are in the cache already, it is
-        `cache_seqlens - drafts`. Contents are read by each call, and by each replay.
+        token, so the number of tokens before it. It is `cache_seqlens` if the drafts are
+        k and v of `flash_attn_with_kvcache`, and `cache_seqlens - drafts` if the cache already
+        contains them. Contents are read by each call, and by each replay.
 
         Raises:
             TypeError, ValueError: first is no such tensor.

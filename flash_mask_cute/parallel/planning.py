@@ -167,11 +167,11 @@ def plan(
     seqlen: int,
     max_ranges: int = 16,
 ) -> Plan:
-    """Divide the rows of a sequence among `world` ranks, so that the slowest has little more than
+    """Divide the rows of a sequence among `world` ranks, so that the slowest does little more than
     the mean work, and few keys travel.
 
-    masks: the mask of the sequence, or those of several kinds of layers, whose work is added; None
-    shows everything. Causal masking and windows are masks, too: `builders.causal(seqlen)`. The call
+    masks: the mask of the sequence, or one for each kind of layer, to add up their work; None shows
+    everything. Causal masking and windows are masks, too: `builders.causal(seqlen)`. The call
     waits for the device. Ranges are of whole blocks of 128 rows, up to max_ranges of them for each
     rank.
 
