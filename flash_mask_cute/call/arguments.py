@@ -373,9 +373,11 @@ BY_POSITION = (
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     """Left and right sides, as the host calls take them, of a pair in which -1 may stand for None.
     Raises ValueError: it is no pair."""
-    is_tensor = type(window_size) is not tuple and isinstance(window_size, Tensor)
+    sides: Any = window_size
+    if type(sides) is not tuple and isinstance(sides, Tensor):
+        sides = ()
     try:
-        left, right = () if is_tensor else window_size
+        left, right = sides
     except (TypeError, ValueError):
         wrong = f"window_size must be (left, right), got {window_size!r}"
         if isinstance(window_size, bool):

@@ -48,13 +48,16 @@ _TREES = WeakTensorKeyDictionary()
 def register_tree_attention() -> str:
     """Put `tree_attention` in the place of TRL's function of this name, and register it.
 
-    TRL's trainer registers its function anew, and then finds this one.
-
     Returns:
-        The name by which transformers knows it, that of TRL: `attn_implementation`.
+        TRL's name of it, for `attn_implementation`. TRL's trainer registers that name again, and
+        then finds this function.
 
     Raises:
         ImportError: trl is not installed, or is a release without tree attention.
+
+    Example:
+        >>> name = register_tree_attention()  # doctest: +SKIP
+        >>> model.set_attn_implementation(name)  # doctest: +SKIP
     """
     try:
         packing: Any = importlib.import_module(_PACKING)
@@ -105,6 +108,9 @@ def tree_attention(
     Raises:
         NotImplementedError: dropout in training; an argument of `_REFUSED`.
         ValueError: there is more than one row, or an attention_mask.
+
+    Example:
+        >>> out, _ = tree_attention(layer, q, k, v, None, **tree_of_trl)  # doctest: +SKIP
     """
     if dropout and module.training:
         raise NotImplementedError(f"dropout={dropout} in training is not supported: it must be 0")

@@ -122,7 +122,13 @@ def lower_mod(
     A mod whose structure was lowered before is not traced again; tensors that replace its captured
     ones are read instead. Raises NotImplementedError: a kernel cannot do what the mod does; names
     mod, line and operator; TypeError: the mod does not return a bool (mask_mod) or a number
-    (score_mod); ValueError: kind is neither."""
+    (score_mod); ValueError: kind is neither.
+
+    Example:
+        >>> from flash_mask_cute.flex import lower_mod
+        >>> lower_mod(lambda b, h, q, k: (q >= k) & (q < k + 9), "mask_mod").form
+        'a window, keys q - 8 to q + 0'
+    """
     if kind not in KINDS:
         raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
     captures = find_captures(mod)

@@ -35,6 +35,11 @@ class Load(NamedTuple):
     tiles: the visited tiles of each rank, summed over the batch and averaged over heads. keys: how
     many keys each rank receives from others in a call, forward, and again in the backward unless
     they were kept; without "ulysses". seqlen: of the plan.
+
+    Example:
+        >>> from flash_mask_cute import builders, parallel
+        >>> parallel.plan(builders.causal(512), 2, seqlen=512).load(builders.causal(512)).imbalance
+        1.0
     """
 
     tiles: tuple[float, ...]
