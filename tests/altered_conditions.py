@@ -193,7 +193,7 @@ def main() -> int:
             subprocess.run(["rm", "-r", str(folder / "tests")], check=True)
             subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
         # the altered file is compiled anew, whenever it was written
-        _python(folder, *"-m compileall -q --invalidation-mode checked-hash .".split())
+        _python(folder, *["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "."])
         for alteration in chosen:
             path = folder / alteration.file
             text = path.read_text()
