@@ -16,8 +16,8 @@ from types import ModuleType
 
 import pytest
 
-from bench.simulated import run_what_caches_load
 from flash_mask_cute.runtime import cache
+from lab.simulated import run_what_caches_load
 
 HERE = Path(__file__).resolve().parent
 HOPPER = "sm_90a"
