@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -88,3 +89,11 @@ def simulator(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Mo
     if not _has_process_to_itself(pytestconfig):
         pytest.skip("needs a process of its own: pytest tests/sim")
     return sys.modules["software_gpu"]
+
+
+@pytest.fixture
+def device(simulator: ModuleType) -> Any:
+    """Of cases that run on every device."""
+    from simulated_device import SimulatedDevice
+
+    return SimulatedDevice("simulated", simulator=simulator)
