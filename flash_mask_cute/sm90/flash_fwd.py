@@ -191,8 +191,10 @@ class FlashAttentionForwardSm90:
     shares_mask: bool = False
     cached_bias_bits: int = 0
 
+    traits_type, destination_of = FwdTraits, staticmethod(destination_of)
+
     def __post_init__(self) -> None:
-        traits = FwdTraits(
+        traits = self.traits_type(
             self.dtype,
             self.head_dim,
             self.head_dim if self.head_dim_v is None else self.head_dim_v,
@@ -314,7 +316,7 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.destination_of(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
@@ -649,10 +651,8 @@ class FlashAttentionForwardSm90:
 
     def _has_cutters(self, masks: MaskArgs) -> bool:
         """Whether anything besides the end of the keys makes blocks partial."""
-        callables = (self.score_mod, self.mask_mod)
-        lists = (masks.columns, masks.bits, masks.mask_bits)
-        cutters = (self.is_causal, self.is_local, *callables, *lists)
-        return any(x is not None and x is not False for x in cutters)
+        cutters = self.score_mod, self.mask_mod, masks.columns, masks.bits, masks.mask_bits
+        return self.is_causal or self.is_local or any(x is not None for x in cutters)
 
     @cute.jit
     def _first_scores(

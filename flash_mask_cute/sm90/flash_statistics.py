@@ -115,22 +115,22 @@ class StatisticsTensors(NamedTuple):
         return by_tiles
 
 
+@dataclass(eq=False)
 class AttentionStatisticsSm90(FlashAttentionForwardSm90):
     """Kernel of statistics for Hopper. mPartials has the fields of `StatisticsTensors`; mV and mO
     are None, and mLSE is read.
 
-    :param statistics: `AttentionProblem.statistics_block`
-    :param options: of the forward
+    :param statistics: `AttentionProblem.statistics_block`; the others as of the forward
     """
 
+    statistics: tuple[int, int, bool] = (1, 128, True)
+
     traits_type = StatisticsTraits
+    destination_of = staticmethod(lambda given, split, has_low: StatisticsTensors(*given))
 
-    def __init__(self, *shape: Any, statistics: tuple[int, int, bool], **options: Any):
-        super().__init__(*shape, **options)
-        self.split, self.statistics_block = "keys", statistics
-
-    def destination(self, given: tuple) -> StatisticsTensors:
-        return StatisticsTensors(*given)
+    def __post_init__(self) -> None:
+        self.split = "keys"
+        super().__post_init__()
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # rows that do not exist are hidden by bits
@@ -150,7 +150,7 @@ class AttentionStatisticsSm90(FlashAttentionForwardSm90):
         blocks = KeyBlocks.create(
             *(self.traits, self.score_mod, tiles, channels, scales, masks.aux_tensors), facts
         )
-        blocks = RowStatistics.of(blocks, epilogue, self.statistics_block)
+        blocks = RowStatistics.of(blocks, epilogue, self.statistics)
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         blocks.start_scheduler_barrier()
         while channels.ring.wait(tile):
