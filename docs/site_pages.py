@@ -29,7 +29,7 @@ RENAMED = {
 REFERENCE = {
     "Functions": (
         *("flash_attn_func", "flash_attn_varlen_func", "flashmask_attention", "flex_attention"),
-        *("explain", "plot"),
+        *("attention_statistics", "attention_statistics_varlen", "explain", "plot"),
     ),
     "Masks": (
         *("ColumnMask", "SelectedBlocks", "BlockSparseTensorsTorch", "create_block_mask"),

@@ -15,11 +15,10 @@ from torch import Tensor
 from flash_mask_cute.autograd.attend import scale_number, with_cute_mods
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.call.arguments import (
-    NO_LENGTHS,
     AttentionCall,
-    CallLengths,
     Options,
     Tensors,
+    lengths_of,
     masks_of,
     window_sides,
 )
@@ -82,14 +81,12 @@ def attention_statistics(
     """
     if unknown:
         refuse_keywords("attention_statistics", unknown)
-    q_starts, start = split_q_start(q_start)
-    lengths = NO_LENGTHS if q_starts is None else CallLengths(q_starts=q_starts)
-    options = Options(
-        scale_number(softmax_scale), causal, *window_sides(window_size), softcap, q_start=start
-    )
-    masks = masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices)
-    request = StatisticsRequest.of(reduce, block_size, deterministic)
-    return _reduced(AttentionCall(Tensors(q, k, k, lengths=lengths), masks, options), lse, request)
+    return attention_statistics_varlen(
+        q, k, lse, reduce, block_size=block_size, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, score_mod=score_mod, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, block_sparse_tensors=block_sparse_tensors,
+        startend_row_indices=startend_row_indices, q_start=q_start, deterministic=deterministic,
+    )  # fmt: skip
 
 
 @public_call
@@ -129,22 +126,18 @@ def attention_statistics_varlen(
     """
     if unknown:
         refuse_keywords("attention_statistics_varlen", unknown)
-    q_starts, start = split_q_start(q_start)
-    lengths = CallLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_starts=q_starts)
-    options = Options(
-        scale_number(softmax_scale), causal, *window_sides(window_size), softcap, max_seqlen_q,
-        max_seqlen_k, q_start=start,
-    )  # fmt: skip
-    masks = masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices)
-    request = StatisticsRequest.of(reduce, block_size, deterministic)
-    return _reduced(AttentionCall(Tensors(q, k, k, lengths=lengths), masks, options), lse, request)
-
-
-def _reduced(call: AttentionCall, lse: Tensor, request: StatisticsRequest) -> AttentionStatistics:
     if torch.compiler.is_compiling():
         raise NotImplementedError("attention_statistics is not supported inside torch.compile")
     refuse_transforms()
-    if call.masks is not None:
-        masks = call.masks.with_own_mod()
+    q_starts, start = split_q_start(q_start)
+    given = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts
+    options = Options(
+        scale_number(softmax_scale), causal, *window_sides(window_size), softcap, max_seqlen_q,
+        max_seqlen_k, start,
+    )  # fmt: skip
+    masks = masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices)
+    call = AttentionCall(Tensors(q, k, k, lengths=lengths_of(*given)), masks, options)
+    if masks is not None:
+        masks = masks.with_own_mod()
         call = with_cute_mods(call._replace(masks=masks), masks)
-    return run_statistics(call, lse, request)
+    return run_statistics(call, lse, StatisticsRequest.of(reduce, block_size, deterministic))

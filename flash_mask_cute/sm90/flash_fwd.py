@@ -66,10 +66,9 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, ORDERED
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.ordered_sums import RunningSums, destination_of
+from flash_mask_cute.core.ordered_sums import destination_of
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
-from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -243,8 +242,8 @@ class FlashAttentionForwardSm90:
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
+        mV: cute.Tensor | None,
+        mO: cute.Tensor | None,
         mLSE: cute.Tensor | None,
         softmax_scale: Float32,
         stream,
@@ -367,7 +366,7 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
-        partials: Partials | RunningSums | None,
+        partials: Any,
         pages: Pages | None,
         mO: cute.Tensor | None,
         descales: Descales,

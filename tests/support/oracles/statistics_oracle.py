@@ -68,12 +68,12 @@ def reference_statistics(inputs: Inputs, wanted: Wanted) -> dict[str, Tensor]:
     q, k, (m, n) = inputs.q, inputs.k, wanted.block_size
     case, rule = inputs.case, rule_of(q, **inputs.plain_keywords)
     key_blocks = math.ceil(case.seqlen_k / n)
-    of_rows = torch.zeros((*q.shape[:-2], case.heads_kv, key_blocks), dtype=FP64)
+    of_rows = torch.zeros((*q.shape[:-2], case.heads_kv, key_blocks), dtype=FP64, device=q.device)
     of_blocks = (case.batch, math.ceil(case.seqlen_q / m), case.heads_kv, key_blocks)
     found = {
-        "key_sums": torch.zeros(k.shape[:-1], dtype=FP64),
-        "entropy": torch.zeros(q.shape[:-1], dtype=FP64),
-        "block_sums": of_rows if m == 1 else torch.zeros(of_blocks, dtype=FP64),
+        "key_sums": torch.zeros(k.shape[:-1], dtype=FP64, device=q.device),
+        "entropy": torch.zeros(q.shape[:-1], dtype=FP64, device=q.device),
+        "block_sums": of_rows if m == 1 else torch.zeros(of_blocks, dtype=FP64, device=q.device),
     }
     found["block_maxima"] = torch.zeros_like(found["block_sums"])
     like_q: tuple[Tensor, ...] = (q, found["entropy"])
