@@ -33,7 +33,7 @@ from flash_mask_cute.cpu.statistics import statistics_cpu
 from flash_mask_cute.limits import MAX_HEAD_DIM
 from flash_mask_cute.masks.q_start import EACH
 from flash_mask_cute.mods.fixed_point_sums import NUM_WORDS
-from flash_mask_cute.runtime.checks import brief, check_bool, check_fp32
+from flash_mask_cute.runtime.checks import check_bool, check_fp32
 from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.recent import Recent
@@ -43,7 +43,7 @@ from flash_mask_cute.runtime.target import Target
 _ROWS_OF_WARP = 16
 _KEYS_OF_BLOCK, _QUERIES_STEP = (64, 128), 64
 _MOST_SCRATCH_BYTES = 1 << 31
-# of a key range of a work tile
+# of a range of keys
 _LEAST_BLOCKS = 4
 _MOST_KEPT = 512
 _OF_BLOCKS = "block_sums", "block_maxima"
@@ -70,7 +70,7 @@ class StatisticsRequest(NamedTuple):
         """Of the arguments of a call. Raises TypeError, ValueError, NotImplementedError."""
         known, given = AttentionStatistics._fields, [reduce] if isinstance(reduce, str) else reduce
         if not isinstance(given, list | tuple) or not given:
-            raise TypeError(f"reduce must be a name, or a list of names, got {brief(reduce)}")
+            raise TypeError(f"reduce must be a name, or a list of names, got {reduce!r:.80}")
         for name in given:
             if name not in known:
                 raise NotImplementedError(f"reduce supports {', '.join(known)}, got {name!r}")
@@ -84,10 +84,6 @@ class StatisticsRequest(NamedTuple):
             )
         check_bool("deterministic", deterministic)
         return StatisticsRequest(tuple(x for x in known if x in given), (m, n), deterministic)
-
-    @property
-    def of_blocks(self) -> tuple[str, ...]:
-        return tuple(name for name in self.names if name in _OF_BLOCKS)
 
 
 class _Facts(CallFacts):
@@ -118,10 +114,11 @@ def plan_statistics(
         if is_given:
             raise NotImplementedError(f"attention_statistics does not support {what}")
     facts = _Facts(**{x.name: getattr(found, x.name) for x in fields(found)})
+    of_blocks = [name for name in request.names if name in _OF_BLOCKS]
     group, packs = heads // facts.shapes.heads_kv, None
     if padded_group(group) != group:
         packs = False  # rows of no head would count
-    elif request.of_blocks and m == 1 < group and facts.may_pack:
+    elif of_blocks and m == 1 < group and facts.may_pack:
         packs = True  # a tile then has all heads that a block sums over
     options = replaced(call.options, pack_gqa=packs, num_splits=1)
     facts = replace(facts, call=replaced(call, options=options))
@@ -136,9 +133,9 @@ def plan_statistics(
     )
     plan = replace(plan, problem=problem)
     scratch_bytes = 4 * math.prod(_parts_of_blocks(plan, request))
-    if is_kernel and request.of_blocks and scratch_bytes > _MOST_SCRATCH_BYTES:
+    if is_kernel and of_blocks and scratch_bytes > _MOST_SCRATCH_BYTES:
         raise NotImplementedError(
-            f"{request.of_blocks[0]} with block_size {(m, n)} would take {scratch_bytes} bytes of "
+            f"{of_blocks[0]} with block_size {(m, n)} would take {scratch_bytes} bytes of "
             f"scratch memory, more than {_MOST_SCRATCH_BYTES}: call it for fewer heads or queries"
         )
     return with_conversions(plan, x) if is_kernel else plan
@@ -161,14 +158,6 @@ def _parts_of_blocks(plan: ExecutionPlan, request: StatisticsRequest) -> tuple[i
     return batch, *(y for pair in zip(blocks, parts, strict=True) for y in pair)
 
 
-def _number_of_splits(plan: ExecutionPlan) -> int:
-    """Key ranges of each work tile: several where work tiles alone leave SMs idle."""
-    shapes, tiles, pack = plan.shapes, plan.fwd_choice.tiles, plan.problem.packed_heads
-    count = -(-shapes.seqlen_q * pack // tiles.tile_m) * shapes.batch * shapes.heads_q // pack
-    most = shapes.seqlen_k // tiles.tile_n // _LEAST_BLOCKS
-    return max(min(plan.target.num_sms // count, most), 1)
-
-
 class PreparedStatistics:
     """Runs calls of one plan, by a compiled kernel on the current stream or on the CPU, and adds up
     the parts of what they wrote."""
@@ -178,8 +167,12 @@ class PreparedStatistics:
         self._parts = _parts_of_blocks(plan, request)
         self.is_kernel = plan.backend is Backend.KERNEL
         if self.is_kernel:
-            self._num_splits = _number_of_splits(plan)
-            of_code = plan.problem, plan.fwd_choice.tiles, plan.target, plan.masks.mods
+            shapes, tiles, pack = plan.shapes, plan.fwd_choice.tiles, plan.problem.packed_heads
+            blocks = -(-shapes.seqlen_q * pack // tiles.tile_m) * shapes.batch
+            # ranges of keys, where work tiles alone leave SMs idle
+            splits = plan.target.num_sms // (blocks * shapes.heads_q // pack)
+            self._num_splits = max(min(splits, shapes.seqlen_k // tiles.tile_n // _LEAST_BLOCKS), 1)
+            of_code = plan.problem, tiles, plan.target, plan.masks.mods
             self._function = compile_fwd(*of_code).function
             of_masks = plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile
             self._mask_arguments = MaskArguments(*of_masks, plan.reads_lists)
@@ -242,13 +235,6 @@ class PreparedStatistics:
 _kept: dict[Any, PreparedStatistics] = Recent(_MOST_KEPT)
 
 
-def prepare_statistics(
-    call: AttentionCall, lse: Any, request: StatisticsRequest, target: Target | None = None
-) -> PreparedStatistics:
-    """What runs a call, planned and compiled; as `plan_statistics`."""
-    return PreparedStatistics(plan_statistics(call, lse, request, target), request)
-
-
 def run_statistics(
     call: AttentionCall, lse: Any, request: StatisticsRequest
 ) -> AttentionStatistics:
@@ -258,7 +244,7 @@ def run_statistics(
         key = key, metadata(lse), request
     found = _kept.get(key)
     if found is None:
-        found = prepare_statistics(call, lse, request)
+        found = PreparedStatistics(plan_statistics(call, lse, request), request)
         if found.is_kernel and key is not None:
             _kept[key] = found
     return found(call.tensors, call.masks, lse)

@@ -236,6 +236,34 @@ def test_refused_on_a_gpu(target: str) -> None:
     assert planned(8, 33, (64, 64), 1 << 15).problem.statistics_block == (16, 64, False)
 
 
+PLANS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    # tile_m, tile_n, heads in a tile, (rows and keys of a sum of blocks, rows follow each other)
+    "long": ({}, (192, 128, 4, (4, 128, True))),
+    "long-d64": ({"d": 64}, (192, 128, 4, (4, 128, True))),
+    "long-d256": ({"d": 256, "m": 64}, (128, 64, 1, (16, 64, False))),
+    "many-queries": ({"m": 128}, (192, 128, 1, (16, 128, False))),
+    "few-queries": ({"queries": 32}, (128, 128, 4, (4, 128, True))),
+    "decode": ({"queries": 1}, (64, 128, 4, (4, 128, True))),
+    "group-of-3": ({"heads": (6, 2), "queries": 32}, (64, 128, 1, (1, 128, True))),
+    "group-of-32": ({"heads": (32, 1), "n": 64}, (192, 128, 32, (16, 64, True))),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name: str) -> None:
+    given, expected = PLANS[name]
+    heads_q, heads_kv = given.get("heads", (8, 2))
+    d, queries = given.get("d", 128), given.get("queries", 4096)
+    zero = torch.zeros(1, dtype=torch.bfloat16)
+    q, k = zero.expand(1, queries, heads_q, d), zero.expand(1, 8192, heads_kv, d)
+    request = StatisticsRequest.of("block_sums", (given.get("m", 1), given.get("n", 128)), False)
+    lse = torch.zeros(1, heads_q, queries)
+    plan = plan_statistics(AttentionCall(Tensors(q, k, k)), lse, request, Target.named("sm_90a"))
+    tiles, problem = plan.fwd_choice.tiles, plan.problem
+    found = tiles.tile_m, tiles.tile_n, problem.packed_heads, problem.statistics_block
+    assert found == expected
+
+
 def test_refused_under_transforms() -> None:
     q, k = torch.randn(1, 20, 2, 16), torch.randn(1, 20, 2, 16)
     with pytest.raises(NotImplementedError, match=r"transforms of torch\.func"):

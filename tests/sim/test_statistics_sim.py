@@ -38,8 +38,8 @@ SEED = int(os.environ.get("FLASH_MASK_STATISTICS_SEED", "0"))
 def on_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions launch kernels for tensors on the CPU."""
     target = Target(ACTIVE_ARCH, num_sms=SMS)
-    prepare = partial(statistics.prepare_statistics, target=target)
-    monkeypatch.setattr(statistics, "prepare_statistics", prepare)
+    planned = partial(statistics.plan_statistics, target=target)
+    monkeypatch.setattr(statistics, "plan_statistics", planned)
     monkeypatch.setattr(statistics, "_kept", {})
 
 
