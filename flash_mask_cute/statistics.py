@@ -48,27 +48,25 @@ def attention_statistics(
     """Reduce the probabilities P = exp(score - lse) of attention, in one walk over q k^T.
 
     q, k and the keywords of masks and scores are those of the `flash_attn_func` that returned lse,
-    fp32 (batch, heads_q, seqlen_q), natural log. If lse contains a sink, a row of P sums up to less
-    than 1. reduce is a name of a field of the result, or a list of names:
+    fp32 (batch, heads_q, seqlen_q), natural log, which has its sink. Results are fp32, without a
+    gradient. reduce: names of those that are wanted, one or a list.
 
-    key_sums (batch, heads_kv, seqlen_k): P summed over the queries and the heads of a group.
-    entropy (batch, heads_q, seqlen_q): minus the sum of p ln p over the keys.
+    key_sums (batch, heads_kv, seqlen_k): P summed over queries and the heads of a group.
+    entropy (batch, heads_q, seqlen_q): minus the sum of p ln p over keys.
     block_sums (batch, heads_kv, queries / m, keys / n), rounded up: P summed over a block of
     block_size = (m, n) scores and the heads of a group; m is 1 or a multiple of 64, n 64 or 128.
     block_maxima: like block_sums, the largest p.
 
-    All results are fp32, and have no gradient. A key that no query sees has a sum of 0, and a row
-    that sees nothing an entropy of 0. p has a relative error of abs(lse) * 2^-24 by the rounding of
-    lse. On a GPU the last bits of key_sums differ from call to call unless deterministic=True; the
-    other results have equal bits in equal calls.
+    p has a relative error of abs(lse) * 2^-24 by the rounding of lse. On a GPU the last bits of
+    key_sums differ from call to call, unless deterministic=True. Other bits are always equal.
 
     Method: H2O (Zhang et al. 2023) and SnapKV (Li et al. 2024) evict keys by key_sums. P from LSE
     is that of FlashAttention's backward (Dao 2023).
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
-            and value. Not supported: k in fp8, `SelectedBlocks`, scratch memory of block_sums or
-            block_maxima above 2^31 bytes; on a GPU head_dim above 256, and Blackwell.
+            and value. Not supported: k in fp8, `SelectedBlocks`; on a GPU Blackwell, head_dim above
+            256, scratch memory of blocks above 2^31 bytes.
 
     Example:
         >>> import torch

@@ -1,9 +1,7 @@
 """Statistics of P: what a call asks for, its plan, and what runs it.
 
-P is exp(score - LSE), with the LSE of a forward, so one walk over Q K^T is enough, and ranges of
-keys are independent of each other. A kernel writes sums of rows and key blocks to scratch memory,
-which torch adds up in a fixed order where blocks span warps, heads that do not share a tile, or key
-tiles.
+A kernel writes sums of a few rows and keys. torch adds those of a block in a fixed order, where it
+spans warps, key tiles, or heads that do not share a tile.
 """
 
 from __future__ import annotations
@@ -78,9 +76,9 @@ class StatisticsRequest(NamedTuple):
             raise ValueError(f"block_size must be two ints, (queries, keys), got {block_size!r}")
         m, n = block_size
         if m < 1 or (m > 1 and m % _QUERIES_STEP) or n not in _KEYS_OF_BLOCK:
+            supported = f"1 query or a multiple of {_QUERIES_STEP}, and a number of keys out of"
             raise NotImplementedError(
-                f"block_size supports 1 query or a multiple of {_QUERIES_STEP}, and "
-                f"{' or '.join(map(str, _KEYS_OF_BLOCK))} keys, got {(m, n)}"
+                f"block_size supports {supported} {_KEYS_OF_BLOCK}, got {(m, n)}"
             )
         check_bool("deterministic", deterministic)
         return StatisticsRequest(tuple(x for x in known if x in given), (m, n), deterministic)
@@ -142,20 +140,17 @@ def plan_statistics(
 
 
 def _parts_of_blocks(plan: ExecutionPlan, request: StatisticsRequest) -> tuple[int, ...]:
-    """The sums of blocks that are written: (batch, heads_kv, work tiles of a group, query blocks,
-    sums of one, key blocks, sums of one). The batch is 1 if rows of all sequences follow each
-    other. The CPU path writes each block once."""
-    shapes, (m, n), problem = plan.shapes, request.block_size, plan.problem
-    batch, queries = shapes.batch, shapes.seqlen_q
-    if problem.varlen_q and m == 1:
-        batch, queries = 1, shapes.total_q
-    parts = 1, 1, 1
+    """The sums that are written, which the CPU path makes of whole blocks: (batch, heads_kv, work
+    tiles of a group, query blocks, sums of one, key blocks, sums of one). The batch is 1 if rows of
+    all sequences follow each other."""
+    of, (m, n), problem = plan.shapes, request.block_size, plan.problem
+    batch, queries = (1, of.total_q) if problem.varlen_q and m == 1 else (of.batch, of.seqlen_q)
+    tiles, rows, keys = 1, 1, 1
     if plan.backend is Backend.KERNEL:
-        rows, keys, _ = problem.statistics_block
-        pack = problem.packed_heads
-        parts = shapes.heads_q // (shapes.heads_kv * pack), m * pack // rows, n // keys
-    blocks = shapes.heads_kv, -(-queries // m), -(-shapes.seqlen_k // n)
-    return batch, *(y for pair in zip(blocks, parts, strict=True) for y in pair)
+        tiles = of.heads_q // (of.heads_kv * problem.packed_heads)
+        rows = m * problem.packed_heads // problem.statistics_block[0]
+        keys = n // problem.statistics_block[1]
+    return batch, of.heads_kv, tiles, -(-queries // m), rows, -(-of.seqlen_k // n), keys
 
 
 class PreparedStatistics:

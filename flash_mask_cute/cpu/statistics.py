@@ -41,12 +41,9 @@ def statistics_cpu(
 
 
 def _add_tile(
-    log_p: Tensor,
-    walk: SequenceWalk,
-    tile: Tile,
-    sums: Mapping[str, Tensor],
+    log_p: Tensor, walk: SequenceWalk, tile: Tile, sums: Mapping[str, Tensor],
     block_size: tuple[int, int],
-) -> None:
+) -> None:  # fmt: skip
     """log_p: (heads_kv, lanes, rows, keys) of a tile."""
     p, queries = log_p.exp(), slice(tile.queries.start, tile.queries.stop)
     if "entropy" in sums:
@@ -58,22 +55,14 @@ def _add_tile(
     if "key_sums" in sums:
         keys = slice(tile.keys.start, tile.keys.stop)
         sums["key_sums"].mT[walk.slot_k][keys] += p.sum((0, 2)).mT
-    m, n = block_size
+    (m, n), is_packed = block_size, isinstance(walk.slot_q, slice)
     key_blocks = torch.arange(tile.keys.start, tile.keys.stop, device="cpu") // n
-    for name, op, of_group in (
-        ("block_sums", "sum", p.sum(2)),
-        ("block_maxima", "amax", p.amax(2)),
-    ):
+    blocks = torch.arange(tile.queries.start, tile.queries.stop, device="cpu") // m
+    for name, op in (("block_sums", "sum"), ("block_maxima", "amax")):
         if name in sums:
-            by_block = sums[name].transpose(1, 2)
+            by_block = sums[name].transpose(1, 2)[0 if is_packed and m == 1 else walk.batch_idx]
+            of_sequence = by_block[walk.slot_q] if is_packed and m == 1 else by_block
+            of_group = p.sum(2) if op == "sum" else p.amax(2)
             of_keys = p.new_zeros((*of_group.shape[:2], by_block.shape[-1]))
             of_keys.scatter_reduce_(2, key_blocks.expand_as(of_group), of_group, op)
-            blocks = torch.arange(len(tile.queries), device="cpu")
-            if m == 1:
-                is_packed = isinstance(walk.slot_q, slice)
-                of_sequence = (by_block[0] if is_packed else by_block)[walk.slot_q][queries]
-            else:
-                of_sequence = by_block[walk.batch_idx]
-                blocks = (blocks + tile.queries.start) // m
-            blocks = blocks[:, None, None].expand_as(of_keys)
-            of_sequence.scatter_reduce_(0, blocks, of_keys, op)
+            of_sequence.scatter_reduce_(0, blocks[:, None, None].expand_as(of_keys), of_keys, op)

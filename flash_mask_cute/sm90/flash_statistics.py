@@ -25,13 +25,7 @@ from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.exp2 import LN_2, LOG2_E
 from flash_mask_cute.core.lengths import Lengths, row_place
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT
-from flash_mask_cute.core.softmax import (
-    CHAINS,
-    NEAREST,
-    ScoreScales,
-    quad_reduce,
-    rounded_difference,
-)
+from flash_mask_cute.core.softmax import CHAINS, ScoreScales, quad_reduce, rounded_difference
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.aux_gradients import add_without_a_branch, offset_in
@@ -42,13 +36,7 @@ from flash_mask_cute.rules.mask_rules import MaskArgs
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
-from flash_mask_cute.sm90.flash_fwd_mainloop import (
-    BlockFacts,
-    Channels,
-    FwdSmem,
-    KeyBlocks,
-    tile_rows,
-)
+from flash_mask_cute.sm90.flash_fwd_mainloop import BlockFacts, KeyBlocks, tile_rows
 from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 from flash_mask_cute.sm90.wgmma import ROWS_PER_THREAD
 
@@ -115,18 +103,14 @@ class AttentionStatisticsSm90(FlashAttentionForwardSm90):
         return replace(super()._rules(masks, lengths), cuts_overhang=True)
 
     @cute.jit
-    def mma(
-        self, epilogue: Epilogue, tiles: FwdSmem, channels: Channels, scales: ScoreScales,
-        masks: MaskArgs,
-    ):  # fmt: skip
+    def mma(self, epilogue: Epilogue, tiles, channels, scales: ScoreScales, masks: MaskArgs):
         """MMA warpgroup: 64 query rows of every work tile."""
         facts = BlockFacts(self._can_be_cut(masks), keeps_largest=False, rows_alone=False)
         blocks = KeyBlocks.create(
             *(self.traits, self.score_mod, tiles, channels, scales, masks.aux_tensors), facts
         )
-        bias, entropy = (cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(2))
-        of_rows = epilogue.lse.lse, epilogue.lengths, epilogue.partials, bias, entropy
-        blocks = RowStatistics(*vars(blocks).values(), *of_rows, self.statistics)
+        of_rows = (cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(2))
+        blocks = RowStatistics(*vars(blocks).values(), epilogue, *of_rows, self.statistics)
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         blocks.start_scheduler_barrier()
         while channels.ring.wait(tile):
@@ -147,14 +131,12 @@ class AttentionStatisticsSm90(FlashAttentionForwardSm90):
 class RowStatistics(KeyBlocks):
     """Key blocks, and what a thread keeps of its rows of a work tile.
 
-    bias: LSE, to base 2 without a score_mod; 0 for a row that sees nothing. entropy: sums of p
-    times its logarithm to base 2. block: rows and keys of a sum of blocks, and whether rows of all
-    sequences follow each other there.
+    of: LSE, lengths, and as `partials` the `StatisticsTensors`. bias: LSE, to base 2 without a
+    score_mod; 0 for a row that sees nothing. entropy: sums of p times its logarithm to base 2.
+    block: rows and keys of a sum of blocks, and whether rows of all sequences follow each other.
     """
 
-    lse: cute.Tensor
-    lengths: Lengths
-    to: StatisticsTensors
+    of: Epilogue
     bias: cute.Tensor
     entropy: cute.Tensor
     block: cutlass.Constexpr[tuple[int, int, bool]]
@@ -171,7 +153,7 @@ class RowStatistics(KeyBlocks):
         for r, (_, head_idx, q_idx) in enumerate(self._rows(work)):
             lse = Float32(0.0)
             if q_idx < work.seqlen_q:
-                lse = self.lse[row_place(self.lengths, work, head_idx, q_idx)]
+                lse = self.of.lse.lse[row_place(self.of.lengths, work, head_idx, q_idx)]
             lse = cutlass.select_(lse == -Float32.inf, Float32(0.0), lse)
             self.bias[r] = lse * LOG2_E if const_expr(self.score_mod is None) else lse
             self.entropy[r] = Float32(0.0)
@@ -200,20 +182,18 @@ class RowStatistics(KeyBlocks):
             # rows that do not exist would count for keys
             in_use = [(word, q_idx < work.seqlen_q) for word, (_, _, q_idx) in words]
             bits = tuple(cutlass.select_(is_used, word, Int32(0)) for word, is_used in in_use)
-            bit_tile.hide_unset(scores, bits, self._hidden())
+            hidden = -Float32.inf
+            if const_expr(self.score_mod is None):
+                # not -inf, which times a p of 0 is NaN
+                hidden = cute.arch.rcp_approx(self.softmax.scale_log2) * LOWEST_EXPONENT
+            bit_tile.hide_unset(scores, bits, hidden)
             cut += 1
         self._take_probabilities(scores)
         n_block = flags >> N_BLOCK_SHIFT
         self._store_blocks(scores, work, n_block)
-        if const_expr(self.to.key_sums is not None):
+        if const_expr(self.of.partials.key_sums is not None):
             self._add_columns(scores, work, n_block)
         return flags, cut
-
-    def _hidden(self) -> Float32 | float:
-        """The score of a hidden key, finite where nothing else is not: p of 0 times -inf is NaN."""
-        if self.score_mod is not None:
-            return -Float32.inf
-        return cute.arch.rcp_approx(self.softmax.scale_log2) * LOWEST_EXPONENT
 
     def _take_probabilities(self, scores: cute.Tensor) -> None:
         """Replace scores (rows, cols) by probabilities, and add to the entropy of their rows."""
@@ -224,7 +204,7 @@ class RowStatistics(KeyBlocks):
                 p = cute.math.exp2(exponent, fastmath=True)
                 sums[c % CHAINS] = cute.math.fma(p, exponent, sums[c % CHAINS])
                 scores[r, c] = p
-            if self.to.entropy is not None:
+            if self.of.partials.entropy is not None:
                 self.entropy[r] = self.entropy[r] + _reduced(sums, operator.add)
 
     def _exponent(self, score: Float32, r: int) -> Float32:
@@ -232,9 +212,7 @@ class RowStatistics(KeyBlocks):
         if self.score_mod is None:
             return cute.math.fma(score, self.softmax.scale_log2, -self.bias[r])
         # scores of any size: first the difference, which is exact near 0
-        factor = Float32(self.softmax.factor)
-        score = cute.math.mul(score, factor, rounding=NEAREST)
-        exponent = rounded_difference(score, self.bias[r]) * LOG2_E
+        exponent = rounded_difference(self.softmax.score(score), self.bias[r]) * LOG2_E
         return fmax(exponent, Float32(LOWEST_EXPONENT))
 
     # -- memory ---------------------------------------------------------------------------------
@@ -246,11 +224,14 @@ class RowStatistics(KeyBlocks):
         of_sum, keys, follows = self.block
         parts = self.traits.tile_n // keys
         batch_idx, first = work.batch_idx, Int32(0)
-        if const_expr(follows and self.lengths.cu_seqlens_q is not None):
+        if const_expr(follows and self.of.lengths.cu_seqlens_q is not None):
             batch_idx, first = Int32(0), work.offset_q * self.traits.packed_heads
         is_first = cute.arch.lane_idx() % (4 * min(of_sum, wgmma.ROWS_OF_GROUP)) == 0
         rows = self._rows(work)
-        for target, op in ((self.to.block_sums, operator.add), (self.to.block_maxima, fmax)):
+        for target, op in (
+            (self.of.partials.block_sums, operator.add),
+            (self.of.partials.block_maxima, fmax),
+        ):
             for part in cutlass.range_constexpr(parts if target is not None else 0):
                 values = _reduced_rows(probs, part, parts, of_sum, op)
                 column = n_block * parts + part
@@ -263,11 +244,11 @@ class RowStatistics(KeyBlocks):
     @cute.jit
     def _add_columns(self, probs: cute.Tensor, work: Work, n_block: Int32):
         """Add the sums over a warp's 16 rows to those of keys."""
-        target, lengths = self.to.key_sums, self.lengths
+        target, lengths = self.of.partials.key_sums, self.of.lengths
         first, sums = _sums_of_columns(probs)
         first_key = work.offset_k + n_block * self.traits.tile_n
         first_key += wgmma.first_col_of(thread_in_warpgroup()) + first
-        place: tuple = (work.head_idx // self.to.heads_per_kv,)
+        place: tuple = (work.head_idx // self.of.partials.heads_per_kv,)
         if const_expr(lengths.cu_seqlens_k is None):
             place = lengths.kv_entry(work.batch_idx), *place
         for i in cutlass.range_constexpr(len(sums)):
@@ -278,14 +259,14 @@ class RowStatistics(KeyBlocks):
     @cute.jit
     def end(self, work: Work):
         """Store the entropy of the rows of a work tile."""
-        if const_expr(self.to.entropy is not None):
+        if const_expr(self.of.partials.entropy is not None):
             for r, (_, head_idx, q_idx) in enumerate(self._rows(work)):
                 total = quad_reduce(self.entropy[r], operator.add)
                 # adding 0 makes a zero positive
                 entropy = cute.math.fma(total, Float32(-LN_2), Float32(0.0))
                 if (thread_in_warpgroup() % 4 == 0) & (q_idx < work.slot):
-                    place = row_place(self.lengths, work, head_idx, q_idx)
-                    self.to.entropy[(work.place, *place)] = entropy
+                    place = row_place(self.of.lengths, work, head_idx, q_idx)
+                    self.of.partials.entropy[(work.place, *place)] = entropy
 
 
 def _reduced(values: list[Float32], op: Callable[[Float32, Float32], Float32]) -> Float32:
