@@ -46,7 +46,7 @@ REFERENCE = {
     "Integrations": (
         *(f"integrations.transformers.{x}" for x in ("register", "masks_for")),
         *(f"integrations.torch.{x}" for x in ("register", "sdpa", "kernels_run", "Ran")),
-        "integrations.trl.register_tree_attention",
+        *(f"integrations.trl.{x}" for x in ("register_tree_attention", "tree_attention")),
         "integrations.cuequivariance.triangle_attention",
     ),
     "Host calls": (

@@ -100,7 +100,8 @@ def plan_statistics(
     NotImplementedError, naming argument and value."""
     found, x = CallFacts.of(call, target), call.tensors
     *batch, queries, heads, head_dim = x.q.shape
-    check_fp32("lse", lse, (*batch, heads, queries), x.q.device)
+    is_wide = x.q.dtype == torch.float64
+    check_fp32("lse", lse, (*batch, heads, queries), x.q.device, or_wide=is_wide)
     is_kernel, (m, n) = found.backend is Backend.KERNEL, request.block_size
     refused = {
         f"k in {FP8}": x.k.dtype is FP8,
