@@ -264,9 +264,14 @@ SM90 = ArchSpec(
     _columns_sm90,
     reads_mask_bits=True,
     statistics=ForwardKernel(
-        *("AttentionStatisticsSm90", "statistics_sm90"),
-        *(_statistics_sm90, lambda: _statistics_sm90().traits_type, SM90_STATISTICS),
-        **{"packed_rows": 64, "causal_each": False, "reads_fp8": False},
+        "AttentionStatisticsSm90",
+        "statistics_sm90",
+        _statistics_sm90,
+        lambda: _statistics_sm90().traits_type,
+        SM90_STATISTICS,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
         decodes_whole=True,
     ),
 )
