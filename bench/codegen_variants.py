@@ -33,6 +33,7 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
 )
 from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.call.tangent import build_tangent
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import (
     BwdWalkFacts,
@@ -103,7 +104,7 @@ class AttentionVariant:
     at most, where a window is closed on both sides. block_size: that of block lists. splits_group:
     a backward whose groups of heads are split over CTAs. cta_pair: of a backward, if not as the
     table has it. decode_rows: as in `CallFacts`. summed_by: who sums the gradient of what a
-    score_mod reads by a difference, which has a table.
+    score_mod reads by a difference, which has a table. is_tangent: of forward mode.
     """
 
     problem: AttentionProblem
@@ -117,6 +118,7 @@ class AttentionVariant:
     decode_rows: int | None = None
     selected_block: int = 0
     summed_by: SummedBy | None = None
+    is_tangent: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,16 +180,19 @@ def compile_variant(name: str) -> Built:
         compiled = build_bwd(problem, choice, target, mods)
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
     shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
+    spec, build = arch_spec(target), build_fwd
+    if variant.is_tangent:
+        assert spec.tangent is not None
+        spec, build = replace(spec, forward=spec.tangent), build_tangent
     tiles = select_fwd_config(
         problem,
         shapes,
         walk=WalkFacts(
             variant.window, variant.block_size, variant.decode_rows, variant.selected_block
         ),
-        spec=arch_spec(target),
+        spec=spec,
     ).tiles
-    fields = tiles.arguments(arch_spec(target).forward)
-    return Built(build_fwd(problem, tiles, target, variant.mods), fields)
+    return Built(build(problem, tiles, target, variant.mods), tiles.arguments(spec.forward))
 
 
 def _with_sums(
@@ -275,6 +280,13 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"d{d}-columns1", _variant(d, is_causal=True, intervals=(1, True))
     yield "d512-mask_mod", _variant(512, Mods(mask_mod=sees_prefix))
     yield "d512-score_mod", _variant(512, Mods(score_mod=nears), is_causal=True)
+
+
+def _tangents() -> Iterator[tuple[str, AttentionVariant]]:
+    names = "full", "causal", "window", "varlen", "columns1", "columns2", "columns4", "mask_mod"
+    of_both = dict(_both_directions())
+    for name in (*(f"d{d}-{mask}" for d in (64, 128) for mask in names), "d96-causal"):
+        yield f"tangent-{name}", replace(of_both[name], is_tangent=True)
 
 
 def _selections() -> Iterator[tuple[str, AttentionVariant]]:
@@ -542,4 +554,5 @@ VARIANTS: dict[str, Variant] = {
     **dict(_preparing()),
     **dict(_decoding()),
     **dict(_selections()),
+    **dict(_tangents()),
 }

@@ -173,6 +173,10 @@ class LseTensors(NamedTuple):
         if const_expr(self.low is not None):
             self.low[place] = low
 
+    def load(self, lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32) -> Float32:
+        """Read the LSE of a row."""
+        return self.lse[_place(lengths, work, head_idx, q_idx)]
+
     @cute.jit
     def store_largest(
         self, lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32, largest: Float32

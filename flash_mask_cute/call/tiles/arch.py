@@ -11,6 +11,7 @@ from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
+    SM90_TANGENT,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
@@ -118,7 +119,8 @@ class ArchSpec:
 
     name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
     the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
-    evaluated before attention.
+    evaluated before attention. tangent: the kernel of forward mode, with tiles of a forward; None:
+    there is none.
     """
 
     name: str
@@ -126,6 +128,7 @@ class ArchSpec:
     backward: BackwardKernel
     load_columns: Callable[[], Any]
     reads_mask_bits: bool
+    tangent: ForwardKernel | None = None
 
 
 def _forward_sm90() -> Any:
@@ -138,6 +141,18 @@ def _forward_traits_sm90() -> Any:
     from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 
     return FwdTraits
+
+
+def _tangent_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_tangent import AttentionTangentSm90
+
+    return AttentionTangentSm90
+
+
+def _tangent_traits_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_tangent import TangentTraits
+
+    return TangentTraits
 
 
 def _backward_sm90() -> Any:
@@ -248,6 +263,17 @@ SM90 = ArchSpec(
     SM90_BACKWARD,
     _columns_sm90,
     reads_mask_bits=True,
+    tangent=ForwardKernel(
+        "AttentionTangentSm90",
+        "flash_tangent_sm90",
+        _tangent_sm90,
+        _tangent_traits_sm90,
+        SM90_TANGENT,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
+        most_head_dim=128,
+    ),
 )
 
 
