@@ -6,7 +6,6 @@ the bit tiles; the warps that hold scores only apply the bits. So the cost for t
 depend on the mask.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -149,9 +148,7 @@ def is_set(word: Int32, bit: int) -> Boolean:
 
 
 @cute.jit
-def hide_unset(
-    scores: cute.Tensor, words: tuple, hidden: cutlass.Constexpr[float] = -math.inf
-) -> None:
+def hide_unset(scores: cute.Tensor, words: tuple, hidden: Float32 | float = -Float32.inf) -> None:
     """Set scores (rows, cols) to `hidden` in columns whose bit is not set in the word of their row.
 
     16 bits at a time, which become predicates together
@@ -163,7 +160,7 @@ def hide_unset(
             half = words[r] >> first
             for c in cutlass.range_constexpr(first, min(first + HALF_WORD, num_cols)):
                 keep = (half & (1 << (c - first))) != 0
-                scores[r, c] = cutlass.select_(keep, scores[r, c], Float32(hidden))
+                scores[r, c] = cutlass.select_(keep, scores[r, c], hidden)
 
 
 def hide_unset_in_order(scores: cute.Tensor, word: Int32) -> None:

@@ -34,7 +34,7 @@ from flash_mask_cute.core.cta import (
     thread_in_warpgroup,
 )
 from flash_mask_cute.core.exp2 import LOG2_E
-from flash_mask_cute.core.lengths import Lengths, LseTensors
+from flash_mask_cute.core.lengths import Lengths, LseTensors, row_place
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.softmax import QUAD_ROWS, ScoreScales, quad_reduce
@@ -107,7 +107,7 @@ class Primal(NamedTuple):
     packed; lse as in `LseTensors`."""
 
     out: cute.Tensor
-    lse: LseTensors
+    lse: cute.Tensor
 
 
 class RowState(NamedTuple):
@@ -182,7 +182,7 @@ class TangentBlocks(KeyBlocks):
         for r, row in enumerate(tile_rows(self.traits, work, thread_in_warpgroup())):
             lse = Float32(0.0)
             if row < work.seqlen_q:
-                lse = primal.lse.load(lengths, work, work.head_idx, row)
+                lse = primal.lse[row_place(lengths, work, work.head_idx, row)]
             # a row that sees nothing has no probabilities, whatever the exponents begin with
             lse = cutlass.select_(lse == -Float32.inf, Float32(0.0), lse)
             self.rows.bias[r] = -lse * LOG2_E
@@ -204,7 +204,7 @@ class TangentBlocks(KeyBlocks):
             self.channels.bits.wait(cut)
             bits = self._bits(cut, Boolean(True))
             bit_tile.hide_unset(scores, bits)
-            bit_tile.hide_unset(dscores, bits, 0.0)
+            bit_tile.hide_unset(dscores, bits, Float32(0.0))
             for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
                 count = Float32(0.0)
                 for c in cutlass.range_constexpr(self.traits.tile_n // 4):
@@ -257,7 +257,7 @@ class TangentBlocks(KeyBlocks):
         warpgroup.wait_group(1)
         channels.k.release(block)
         if const_expr(kind == Kind.PARTIAL):
-            bit_tile.hide_unset(dscores, bits, 0.0)
+            bit_tile.hide_unset(dscores, bits, Float32(0.0))
         self._times(scores, dscores)
         # -- tO of the block before is complete
         warpgroup.wait_group(0)
@@ -317,7 +317,7 @@ class TangentEpilogue(Epilogue):
             used = row < work.seqlen_q
             mu, sees = quad_reduce(blocks.rows.mu[r], add), Boolean(False)
             if used:
-                lse = self.primal.lse.load(lengths, work, work.head_idx, row)
+                lse = self.primal.lse[row_place(lengths, work, work.head_idx, row)]
                 sees = lse > -Float32.inf
                 self._subtract(output, r, mu, self._primal_row(work, row), thread)
             for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
@@ -414,7 +414,7 @@ class AttentionTangentSm90(FlashAttentionForwardSm90):
             block_bits, aux_tensors,
         )  # fmt: skip
         self.kernel_of_tangents(
-            operands, tangents, Primal(mO, LseTensors(mLSE, None)), LseTensors(mTLSE, None),
+            operands, tangents, Primal(mO, mLSE), LseTensors(mTLSE, None),
             lengths, softmax_scale, masks, schedule, tile_counter,
         ).launch(
             grid=(schedule.grid, 1, 1),
