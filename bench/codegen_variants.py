@@ -33,7 +33,6 @@ from flash_mask_cute.call.problem import (
     may_empty_rows,
 )
 from flash_mask_cute.call.settings import BwdConfig
-from flash_mask_cute.call.tangent import build_tangent
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import (
     BwdWalkFacts,
@@ -104,7 +103,7 @@ class AttentionVariant:
     at most, where a window is closed on both sides. block_size: that of block lists. splits_group:
     a backward whose groups of heads are split over CTAs. cta_pair: of a backward, if not as the
     table has it. decode_rows: as in `CallFacts`. summed_by: who sums the gradient of what a
-    score_mod reads by a difference, which has a table. is_tangent: of forward mode.
+    score_mod reads by a difference, which has a table.
     """
 
     problem: AttentionProblem
@@ -118,7 +117,6 @@ class AttentionVariant:
     decode_rows: int | None = None
     selected_block: int = 0
     summed_by: SummedBy | None = None
-    is_tangent: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,10 +178,10 @@ def compile_variant(name: str) -> Built:
         compiled = build_bwd(problem, choice, target, mods)
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
     shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
-    spec, build = arch_spec(target), build_fwd
-    if variant.is_tangent:
+    spec = arch_spec(target)
+    if problem.is_tangent:
         assert spec.tangent is not None
-        spec, build = replace(spec, forward=spec.tangent), build_tangent
+        spec = replace(spec, forward=spec.tangent)
     tiles = select_fwd_config(
         problem,
         shapes,
@@ -192,7 +190,7 @@ def compile_variant(name: str) -> Built:
         ),
         spec=spec,
     ).tiles
-    return Built(build(problem, tiles, target, variant.mods), tiles.arguments(spec.forward))
+    return Built(build_fwd(problem, tiles, target, variant.mods), tiles.arguments(spec.forward))
 
 
 def _with_sums(
@@ -286,7 +284,9 @@ def _tangents() -> Iterator[tuple[str, AttentionVariant]]:
     names = "full", "causal", "window", "varlen", "columns1", "columns2", "columns4", "mask_mod"
     of_both = dict(_both_directions())
     for name in (*(f"d{d}-{mask}" for d in (64, 128) for mask in names), "d96-causal"):
-        yield f"tangent-{name}", replace(of_both[name], is_tangent=True)
+        variant = of_both[name]
+        problem = replace(variant.problem, is_tangent=True)
+        yield f"tangent-{name}", replace(variant, problem=problem)
 
 
 def _selections() -> Iterator[tuple[str, AttentionVariant]]:

@@ -16,7 +16,6 @@ from flash_mask_cute.autograd.eager import Attention
 from flash_mask_cute.autograd.forward_mode import (
     at_dual_level,
     attend_with_tangents,
-    carries_tangents,
     outside_transforms,
 )
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
@@ -105,8 +104,8 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
             unordered = why_unordered(x.q.device, x.have_shared_keys)
         in_order = settle_order(reason, unordered, deterministic)
         call = replaced(call, backward=replaced(call.backward, deterministic=in_order))
-    if at_dual_level() and carries_tangents(call):
-        out, lse, largest = attend_with_tangents(call, return_max)
+    if at_dual_level() and (found := attend_with_tangents(call, return_max)) is not None:
+        out, lse, largest = found
         return Results(out, lse, largest if return_max else None)
     refused = None
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):

@@ -8,7 +8,6 @@ these. A trace takes it as one node, since Dynamo would trace the forward withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,12 +26,7 @@ from flash_mask_cute.autograd.torch_ops import CALL_SCHEMA, call_of_operator, to
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 from flash_mask_cute.call.documents import packs_declared_documents
 from flash_mask_cute.call.lookup import in_transform
-from flash_mask_cute.call.tangent import (
-    NO_FORWARD_MODE,
-    Tangents,
-    refuse_beside_tangents,
-    tangent,
-)
+from flash_mask_cute.call.tangent import NO_FORWARD_MODE, Tangents, refuse_beside_tangents, tangent
 from flash_mask_cute.runtime.constant_result import assume_constant_result
 from flash_mask_cute.runtime.plain_tensors import own_memory
 
@@ -41,7 +35,6 @@ _library.define(
     "attention_tangent(Tensor tq, Tensor tk, Tensor tv, Tensor out, Tensor lse, Tensor q, "
     f"Tensor k, Tensor v, Tensor? learnable_sink, {CALL_SCHEMA}) -> (Tensor tout, Tensor tlse)"
 )
-_NUM_GIVEN = len(Tangents._fields)
 
 
 @assume_constant_result
@@ -64,30 +57,28 @@ def outside_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def carries_tangents(call: AttentionCall) -> bool:
-    """Whether a call at a dual level differs from one without. In a trace, any may."""
-    if torch.compiler.is_compiling() or in_transform():
-        return True
-    return any(_has_tangent(x) for _, x in _differentiable(call))
+def _with_tangents(call: AttentionCall) -> list[str]:
+    """The names of the arguments that have a tangent."""
+    x, aux_tensors = call.tensors, (call.masks or NO_MASKS).aux_tensors
+    given: list[Any] = [("q", x.q), ("k", x.k), ("v", x.v), ("learnable_sink", x.learnable_sink)]
+    if isinstance(aux_tensors, (list, tuple)):
+        given += [(f"aux_tensors[{i}]", y) for i, y in enumerate(aux_tensors)]
+    return [
+        name
+        for name, y in given
+        if isinstance(y, Tensor)
+        and y.is_floating_point()
+        and forward_ad.unpack_dual(y).tangent is not None
+    ]
 
 
-def _differentiable(call: AttentionCall) -> Iterator[tuple[str, Any]]:
-    """The arguments that may have tangents, by name; q, k and v first."""
-    x, masks = call.tensors, call.masks or NO_MASKS
-    yield from (("q", x.q), ("k", x.k), ("v", x.v), ("learnable_sink", x.learnable_sink))
-    if isinstance(masks.aux_tensors, (list, tuple)):
-        for i, aux in enumerate(masks.aux_tensors):
-            yield f"aux_tensors[{i}]", aux
-
-
-def _has_tangent(x: Any) -> bool:
-    is_real = isinstance(x, Tensor) and x.is_floating_point()
-    return is_real and forward_ad.unpack_dual(x).tangent is not None
-
-
-def attend_with_tangents(call: AttentionCall, return_max: bool) -> tuple[Tensor, ...]:
+def attend_with_tangents(call: AttentionCall, return_max: bool) -> tuple[Tensor, ...] | None:
     """(out, lse, largest scores) of a call at a dual level, the first two with tangents if q, k or
-    v have any. Raises NotImplementedError: transforms or arguments that have no tangents."""
+    v have any; None if the level does not matter to the call. Raises NotImplementedError:
+    transforms or arguments that have no tangents."""
+    found = _with_tangents(call)
+    if not (found or in_transform() or torch.compiler.is_compiling()):
+        return None
     transforms = _transforms() or ("Jvp",)
     if "Vmap" in transforms:
         raise NotImplementedError(f"{NO_FORWARD_MODE} within torch.func.vmap (jacfwd)")
@@ -95,14 +86,12 @@ def attend_with_tangents(call: AttentionCall, return_max: bool) -> tuple[Tensor,
         raise NotImplementedError(f"{NO_FORWARD_MODE} at a second dual level (jvp within jvp)")
     if transforms[-1] != "Jvp":
         raise NotImplementedError(f"{NO_FORWARD_MODE} around {transforms[-1]}, only within it")
-    found = [name for name, x in _differentiable(call) if _has_tangent(x)]
     if found or (call.masks or NO_MASKS).score_mod is not None:
         refuse_beside_tangents(call, [name for name in found if name not in ("q", "k", "v")])
     x, call = call.tensors, recorded(call)
     batch = x.q.shape[0] if packs_declared_documents(call) else None
-    out, lse, _, largest = _attention(
-        x.q, x.k, x.v, x.learnable_sink, *to_operator(call, batch, return_max)
-    )
+    arguments = to_operator(call, batch, return_max)
+    out, lse, _, largest = _attention(x.q, x.k, x.v, x.learnable_sink, *arguments)
     return out, lse, largest
 
 
@@ -131,74 +120,64 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
-        (q, k, v, sink, *arguments), (out, lse) = _restored(ctx)
+        out, lse, q, k, v, sink, *arguments = _restored(ctx)
         none = [None] * len(arguments)
         if dout is None and dlse is None:
             return None, None, None, None, *none
+        # lse holds the sink for the backward
         needs_sink = ctx.needs_input_grad[3]
         results = out, lse, None, torch.zeros_like(out) if dout is None else dout, dlse
-        # lse holds the sink for the backward
         inputs = q, k, v, sink if needs_sink else None, *results, [], *arguments
-        dq, dk, dv, dsink = _Gradients.apply(*inputs)
+        dq, dk, dv, dsink = _Once.apply("attention_bwd", refuse_second_derivative, *inputs)
         return dq, dk, dv, dsink if needs_sink else None, *none
 
     @staticmethod
     def jvp(ctx: Any, *given: Any) -> Any:
-        inputs, results = _restored(ctx)
-        tangents = [
-            torch.zeros_like(x) if t is None else t
-            for x, t in zip(inputs[:3], given[:3], strict=True)
-        ]
-        return *_Tangents.apply(*tangents, *results, *inputs), None, None
+        out, lse, *inputs = _restored(ctx)
+        pairs = zip(inputs[:3], given[:3], strict=True)
+        tangents = [torch.zeros_like(x) if t is None else t for x, t in pairs]
+        inputs = [*tangents, out, lse, *inputs]
+        return *_Once.apply("attention_tangent", _refuse_gradient, *inputs), None, None
 
 
-def _restored(ctx: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
-    """The inputs of a forward, and out and lse."""
+def _restored(ctx: Any) -> Any:
+    """out and lse of a forward, and its inputs."""
     out, lse, *tensors = ctx.saved_tensors
     leaves = list(ctx.leaves)
     for i, x in zip(ctx.places, tensors, strict=True):
         leaves[i] = x
-    return pytree.tree_unflatten(leaves, ctx.spec), (out, lse)
+    return out, lse, *pytree.tree_unflatten(leaves, ctx.spec)
+
+
+def _refuse_gradient() -> Any:
+    raise NotImplementedError("the tangent of attention has no gradient: detach it")
 
 
 class _Once(Function):
-    """Derivatives that have none themselves."""
+    """The tensors that an operator returns, without derivatives."""
+
+    @staticmethod
+    def forward(name: str, refuse: Any, *inputs: Any) -> Any:
+        found = getattr(torch.ops.flash_mask_cute, name)(*inputs)
+        return tuple(x for x in found if isinstance(x, Tensor))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        return refuse_second_derivative()
-
-
-class _Gradients(_Once):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        dq, dk, dv, dsink, _ = torch.ops.flash_mask_cute.attention_bwd(*inputs)
-        return dq, dk, dv, dsink
+        ctx.refuse = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return refuse_second_derivative()
+        return ctx.refuse()
 
-
-class _Tangents(_Once):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return torch.ops.flash_mask_cute.attention_tangent(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError("the tangent of attention has no gradient: detach it")
+    jvp = backward
 
 
 @torch.library.impl(_library, "attention_tangent", "CompositeExplicitAutograd")
 def _attention_tangent(*inputs: Any) -> tuple[Tensor, Tensor]:
     refuse_dual_level()
-    given = Tangents(*map(own_memory, inputs[:_NUM_GIVEN]))
-    q, k, v, sink, *arguments = inputs[_NUM_GIVEN:]
+    num_given = len(Tangents._fields)
+    q, k, v, sink, *arguments = inputs[num_given:]
+    given = Tangents(*map(own_memory, inputs[:num_given]))
     return tangent(call_of_operator(q, k, v, sink, arguments), given)
 
 

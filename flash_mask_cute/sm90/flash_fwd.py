@@ -66,10 +66,9 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, ORDERED
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.ordered_sums import RunningSums, destination_of
+from flash_mask_cute.core.ordered_sums import destination_of
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
-from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -191,8 +190,12 @@ class FlashAttentionForwardSm90:
     shares_mask: bool = False
     cached_bias_bits: int = 0
 
+    traits_type, destination_of = FwdTraits, staticmethod(destination_of)
+    # warps that load queries
+    query_loaders = 1
+
     def __post_init__(self) -> None:
-        traits = FwdTraits(
+        traits = self.traits_type(
             self.dtype,
             self.head_dim,
             self.head_dim if self.head_dim_v is None else self.head_dim_v,
@@ -314,7 +317,8 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.with_operands(partials, lengths, mO)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
@@ -344,6 +348,10 @@ class FlashAttentionForwardSm90:
             min_blocks_per_mp=1,
         )  # fmt: skip
 
+    def with_operands(self, partials: Any, lengths: Lengths, mO: cute.Tensor) -> Any:
+        """The destination of splits, with what a launch adds to it."""
+        return partials
+
     def _num_loading_warps(self) -> int:
         """The number of warps that load keys and values: in decoding with mask warps, unless many
         blocks are partial. Addresses of rows of pages take one warp longer than memory takes for
@@ -365,7 +373,7 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
-        partials: Partials | RunningSums | None,
+        partials: Any,
         pages: Pages | None,
         mO: cute.Tensor | None,
         descales: Descales,
@@ -387,13 +395,16 @@ class FlashAttentionForwardSm90:
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
         ring, walk = scheduler_rings(
-            storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
+            storage,
+            (self.query_loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
             tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
         channels = Channels(
-            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
+            q=Channel.create(
+                storage.q_barriers.data_ptr(), traits.stages_q, self.query_loaders, mma_warps
+            ),
             k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
@@ -440,7 +451,7 @@ class FlashAttentionForwardSm90:
                     alternating=traits.cached_bias_blocks > 0, claims=claims,
                 )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
-                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
+                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks, partials)
             elif const_expr(not traits.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
@@ -505,7 +516,7 @@ class FlashAttentionForwardSm90:
 
     def load_and_mask(
         self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
-        lengths: Lengths, masks: MaskArgs,
+        lengths: Lengths, masks: MaskArgs, partials: Any,
     ):  # fmt: skip
         """A mask warp that also loads its share of the rows or boxes of pages."""
         of_bits = self._rules(masks, lengths), self._mask_rows(mask_warp), tiles.bits, channels.bits

@@ -35,7 +35,7 @@ from flash_mask_cute.cpu.tangent import Tangents
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = pytest.mark.sim
-KERNEL = "sm90.flash_tangent.kernel_of_tangents"
+KERNEL = "sm90.flash_fwd.kernel"
 GQA: dict[str, Any] = {"heads_q": 2, "heads_kv": 1}
 CASES = (
     Case("full-gqa2", 1, 130, 200, **GQA),

@@ -135,6 +135,8 @@ class ArchSpec:
 
     def kernel_of(self, problem: AttentionProblem) -> ForwardKernel:
         """What runs the problem of a forward, or of statistics that the architecture has."""
+        if problem.is_tangent and self.tangent is not None:
+            return self.tangent
         if not problem.statistics:
             return self.forward
         assert self.statistics is not None
@@ -169,12 +171,6 @@ def _tangent_sm90() -> Any:
     from flash_mask_cute.sm90.flash_tangent import AttentionTangentSm90
 
     return AttentionTangentSm90
-
-
-def _tangent_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_tangent import TangentTraits
-
-    return TangentTraits
 
 
 def _backward_sm90() -> Any:
@@ -298,15 +294,9 @@ SM90 = ArchSpec(
         most_head_dim=MAX_HEAD_DIM,
     ),
     tangent=ForwardKernel(
-        "AttentionTangentSm90",
-        "flash_tangent_sm90",
-        _tangent_sm90,
-        _tangent_traits_sm90,
-        SM90_TANGENT,
-        packed_rows=64,
-        causal_each=False,
-        reads_fp8=False,
-        most_head_dim=128,
+        *("AttentionTangentSm90", "flash_tangent_sm90"),
+        *(_tangent_sm90, lambda: _tangent_sm90().traits_type, SM90_TANGENT),
+        **{"packed_rows": 64, "causal_each": False, "reads_fp8": False, "most_head_dim": 128},
     ),
 )
 
