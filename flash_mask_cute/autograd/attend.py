@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.aux_order import why_unordered
 from flash_mask_cute.autograd.eager import Attention
-from flash_mask_cute.autograd.forward_mode import (
-    at_dual_level,
-    attend_with_tangents,
-    outside_transforms,
-)
+from flash_mask_cute.autograd.forward_mode import at_dual_level, attend_with_tangents
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
 from flash_mask_cute.autograd.passes import recorded, refuse_dual_level, with_outputs
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
@@ -168,7 +165,8 @@ def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
             return call
         mods = mods_in_graph(*given, q.device.type, False)
     elif in_transform():
-        with outside_transforms():
+        # which would have a part in the trace of a mod
+        with temporarily_clear_interpreter_stack():
             return with_cute_mods(call, masks)
     else:
         device = getattr(q, "device", None)

@@ -27,15 +27,13 @@ class Tangents(NamedTuple):
 
 
 def flash_attn_tangent_cpu(call: CpuCall, given: Tangents) -> tuple[Tensor, Tensor]:
-    """The tangents of out and of lse, as new tensors like these.
-
-    They are 0 in rows that see nothing, in unused rows, and in rows of no sequence. A learnable
-    sink has no tangent. Raises NotImplementedError, TypeError, ValueError: a mask_mod or an aux
-    tensor cannot be used on the CPU, see `eval_mask_mod`."""
+    """The tangents of out and of lse, as new tensors like these: 0 in rows that see nothing, in
+    unused rows, and in rows of no sequence. A learnable sink has no tangent. Raises
+    NotImplementedError, TypeError, ValueError: as `eval_mask_mod`."""
     tout, tlse = torch.zeros_like(given.out), torch.zeros_like(given.lse)
     for walk in sequence_walks(call):
-        found = _sequence_tangents(call, given, walk)
-        for target, rows in zip((tout, tlse.mT), found, strict=True):
+        of_rows = _sequence_tangents(call, given, walk)
+        for target, rows in zip((tout, tlse.mT), of_rows, strict=True):
             target[walk.slot_q] = from_rows(rows, call.tiles.pack_gqa).to(target.dtype)
     return tout, tlse
 
@@ -52,17 +50,16 @@ def _sequence_tangents(call: CpuCall, given: Tangents, walk: SequenceWalk) -> tu
     tout, mu = torch.zeros_like(out), torch.zeros_like(lse)
     for m_block in range(walk.num_m_blocks):
         rows = walk.rows(m_block)
-        of_q, of_tq, of_lse = q[..., rows, :], tq[..., rows, :], lse[..., rows, None]
         for n_block in walk.n_blocks(m_block):
             heads, visible = walk.visible(walk.tile(m_block, n_block))
-            if not heads.any():
-                continue
-            keys = walk.keys(n_block)
-            of_k, of_tk = k[..., keys, :], tk[..., keys, :]
-            p = torch.exp((of_q @ of_k.mT * scale).masked_fill(~visible, NEG_INF) - of_lse)
-            pds = p * (of_tq @ of_k.mT + of_q @ of_tk.mT).masked_fill(~visible, 0.0) * scale
-            total[..., rows] += p.sum(dim=-1)
-            mu[..., rows] += pds.sum(dim=-1)
-            tout[..., rows, :] += pds @ v[..., keys, :] + p @ tv[..., keys, :]
+            if heads.any():
+                keys = walk.keys(n_block)
+                of_q, of_tq, of_k, of_tk = q[..., rows, :], tq[..., rows, :], k.mT[..., keys], tk.mT
+                scores = (of_q @ of_k * scale).masked_fill(~visible, NEG_INF)
+                p = torch.exp(scores - lse[..., rows, None])
+                ds = (of_tq @ of_k + of_q @ of_tk[..., keys]).masked_fill(~visible, 0.0) * scale
+                total[..., rows] += p.sum(dim=-1)
+                mu[..., rows] += (p * ds).sum(dim=-1)
+                tout[..., rows, :] += (p * ds) @ v[..., keys, :] + p @ tv[..., keys, :]
     total = total.masked_fill(total == 0.0, 1.0)
     return (tout - mu[..., None] * out) / total[..., None], mu / total

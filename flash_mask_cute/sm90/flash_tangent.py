@@ -5,10 +5,9 @@ is the tangent of its LSE. Five products of a key block, and one accumulator. Fr
 its mean over the row's first block is subtracted, and added to mu at the end. That changes nothing
 but the rounding: a shift that all keys have in common costs no precision.
 
-Roles, channels, walks and masks are those of `flash_fwd`, but one of the two mask warps loads what
-the load warp loads, of the tangents, into the same fills. A stage of tangents lies as many stages
-behind that of its tensor as a channel has. S and dS of a block are issued together with tO of the
-block before. P is computed under the other two products, P dS under tO.
+All is as in `flash_fwd`, but one of the two mask warps loads what the load warp loads, of the
+tangents, into the same fills. The stages of tangents follow those of their tensor. S and dS of a
+block are issued with tO of the block before. P is computed under both others, P dS under tO.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -60,18 +59,17 @@ class TangentTraits(FwdTraits):
         of_keys = self.stages_kv * (self.bytes_k + self.bytes_v)
         return super()._smem_without_spare_key + self.stages_q * self.bytes_q + of_keys
 
-    @property
-    def _with_twins(self) -> "TangentTraits":
+    def _twice(self) -> "TangentTraits":
         return replace(self, stages_q=2 * self.stages_q, stages_kv=2 * self.stages_kv)
 
     def layout_q(self) -> cute.ComposedLayout:
-        return FwdTraits.layout_q(self._with_twins)
+        return FwdTraits.layout_q(self._twice())
 
     def layout_k(self) -> cute.ComposedLayout:
-        return FwdTraits.layout_k(self._with_twins)
+        return FwdTraits.layout_k(self._twice())
 
     def layout_v(self) -> cute.ComposedLayout:
-        return FwdTraits.layout_v(self._with_twins)
+        return FwdTraits.layout_v(self._twice())
 
     def infeasible(self) -> str | None:
         if self.tile_m != 128 or self.share_qo or self.mask_warpgroup:
@@ -98,25 +96,19 @@ class TangentTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class TangentBlocks(KeyBlocks):
-    """`KeyBlocks` with the state of a thread's rows. bias: what turns scores to base 2 into
-    exponents of probabilities. centre: what is subtracted from dS. mu: this thread's sums of
-    P (dS - centre). probs, products: words of P and of P dS of a block."""
+    """`KeyBlocks` with the state of a thread's rows: what turns scores to base 2 into exponents of
+    probabilities, what is subtracted from dS, and sums of P (dS - centre). words: of P dS and P."""
 
     bias: cute.Tensor | None = None
     centre: cute.Tensor | None = None
     mu: cute.Tensor | None = None
-    probs: cute.Tensor | None = None
-    products: cute.Tensor | None = None
+    words: tuple[cute.Tensor, cute.Tensor] | None = None
 
     @staticmethod
     def of(blocks: KeyBlocks) -> "TangentBlocks":
         given = [getattr(blocks, x.name) for x in fields(KeyBlocks)]
         rows = (cute.make_rmem_tensor((wgmma.ROWS_PER_THREAD,), Float32) for _ in range(3))
-        return TangentBlocks(*given, *rows, blocks.make_probs(), blocks.make_probs())
-
-    @property
-    def _scale(self) -> Float32:
-        return self.scales.scale_log2 * LN_2
+        return TangentBlocks(*given, *rows, (blocks.make_probs(), blocks.make_probs()))
 
     # -- products -------------------------------------------------------------------------------
 
@@ -133,14 +125,11 @@ class TangentBlocks(KeyBlocks):
 
     def issue_values(self, block: Int32, accumulate: Boolean) -> None:
         """Start tO += (P dS) V + P tV of a block."""
-        mma, dtype, stage = self.traits.mma_pv(), self.traits.dtype, self.channels.v.index(block)
+        mma, traits, stage = self.traits.mma_pv(), self.traits, self.channels.v.index(block)
         pairs, values = [], wgmma.operand_b(mma, self.tiles.v)
-        for words, of_words in (
-            (self.products, stage),
-            (self.probs, stage + self.traits.stages_kv),
-        ):
-            operand = wgmma.words_as_operand_a(words, dtype)
-            pairs.append((operand, values[None, None, None, of_words]))
+        for words, twin in zip(self.words, (0, traits.stages_kv), strict=True):
+            operand = wgmma.words_as_operand_a(words, traits.dtype)
+            pairs.append((operand, values[None, None, None, stage + twin]))
         wgmma.issue_sum(mma, self.acc_O, pairs, accumulate)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -158,13 +147,9 @@ class TangentBlocks(KeyBlocks):
 
     @cute.jit
     def visit(
-        self,
-        kind: cutlass.Constexpr[Kind | None],
-        tile: Int32,
-        block: Int32,
-        cut: Int32,
+        self, kind: cutlass.Constexpr[Kind | None], tile: Int32, block: Int32, cut: Int32,
         accumulate: Boolean,
-    ) -> tuple:
+    ) -> tuple:  # fmt: skip
         """P and P dS of a key block of this kind, and tO of the block before. kind None: the first
         block of a walk. Returns the number of the next partial block, and the next block's kind."""
         is_first, channels = const_expr(kind is None), self.channels
@@ -202,8 +187,8 @@ class TangentBlocks(KeyBlocks):
         if const_expr(not is_first):
             warpgroup.wait_group(0)
             channels.v.release(block - 1)
-        wgmma.round_pairs(self.probs, acc_S, self.traits.dtype)
-        wgmma.round_pairs(self.products, acc_dS, self.traits.dtype)
+        for words, acc in zip(self.words, (acc_dS, acc_S), strict=True):
+            wgmma.round_pairs(words, acc, self.traits.dtype)
         return cut, flags & KIND_MASK
 
     @cute.jit
@@ -230,14 +215,15 @@ class TangentBlocks(KeyBlocks):
             visible = Int32(cute.arch.popc(bits[r] & ((1 << columns) - 1))).to(Float32)
             seen = cute.arch.fmax(quad_reduce(visible, add), Float32(1.0))
             total = quad_reduce(QUAD_ROWS.total([dscores[r, c] for c in range(columns)]), add)
-            self.centre[r] = total * cute.arch.rcp_approx(seen) * self._scale
+            self.centre[r] = total * cute.arch.rcp_approx(seen) * (self.scales.scale_log2 * LN_2)
 
     def _multiply_dscores(self, probs: cute.Tensor, dscores: cute.Tensor) -> None:
         """P (dS - centre) in place of dS, and its sums."""
+        scale = self.scales.scale_log2 * LN_2
         for r in range(wgmma.ROWS_PER_THREAD):
             terms = []
             for c in range(cute.size(probs, mode=[1])):
-                centred = cute.math.fma(dscores[r, c], self._scale, -self.centre[r])
+                centred = cute.math.fma(dscores[r, c], scale, -self.centre[r])
                 terms.append(probs[r, c] * centred)
                 dscores[r, c] = terms[-1]
             self.mu[r] += QUAD_ROWS.total(terms)
@@ -249,39 +235,43 @@ class TangentEpilogue(Epilogue):
 
     @cute.jit
     def _finish(self, blocks: TangentBlocks, sO: cute.Tensor, work: Work):
-        thread, given, lengths = thread_in_warpgroup(), self.partials, self.lengths
-        output = wgmma.rows_by_cols(blocks.acc_O)
-        for r, row in enumerate(mainloop.tile_rows(self.traits, work, thread)):
+        traits, given, lengths = self.traits, self.partials, self.lengths
+        thread, output = thread_in_warpgroup(), wgmma.rows_by_cols(blocks.acc_O)
+        columns = cute.size(output, mode=[1])
+        for r, row in enumerate(mainloop.tile_rows(traits, work, thread)):
             mu, result = quad_reduce(blocks.mu[r], add), Float32(0.0)
             if row < work.seqlen_q:
-                if given.lse[row_place(lengths, work, work.head_idx, row)] > -Float32.inf:
+                lse = given.lse[row_place(lengths, work, work.head_idx, row)]
+                if const_expr(self.sink is not None):
+                    # probabilities that have no values, and from whose dS nothing was subtracted
+                    logit = self.sink[work.head_idx].to(Float32)
+                    of_sink = cute.math.exp2((logit - lse) * LOG2_E, fastmath=True)
+                    mu -= of_sink * blocks.centre[r]
+                if lse > -Float32.inf:
                     result = mu + blocks.centre[r]
                 place = work.batch_idx, row, work.head_idx
                 if const_expr(lengths.cu_seqlens_q is not None):
                     place = work.offset_q + row, work.head_idx
-                self._subtract(output, r, mu, given.out[(*place, None)], thread)
+                out, pair = given.out[(*place, None)], cute.make_rmem_tensor((2,), traits.dtype)
+                for c in cutlass.range_constexpr(0, columns, 2):
+                    # columns come in groups of 8, as those of the output do
+                    if const_expr(wgmma.col_offset(c) < traits.head_dim_v):
+                        column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
+                        cute.autovec_copy(cute.local_tile(out, (2,), (column // 2,)), pair)
+                        output[r, c] -= mu * pair[0].to(Float32)
+                        output[r, c + 1] -= mu * pair[1].to(Float32)
             else:
-                for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
+                for c in cutlass.range_constexpr(columns):
                     output[r, c] = Float32(0.0)
             if self._writes_rows(thread) & self._is_row(work, row):
                 self.lse.store(lengths, work, work.head_idx, row, result, None)
         self._store_tile(sO, blocks.acc_O, work)
 
-    def _subtract(self, output: cute.Tensor, r: int, mu: Float32, out: cute.Tensor, thread: Int32):
-        """Subtract mu O from a row of the accumulator; out: the row of O."""
-        pair = cute.make_rmem_tensor((2,), out.element_type)
-        for c in range(0, cute.size(output, mode=[1]), 2):
-            if wgmma.col_offset(c) < self.traits.head_dim_v:
-                column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
-                cute.autovec_copy(cute.local_tile(out, (2,), (column // 2,)), pair)
-                for i in range(2):
-                    output[r, c + i] -= mu * pair[i].to(Float32)
-
 
 class AttentionTangentSm90(FlashAttentionForwardSm90):
-    """Kernel of tangents for Hopper. Arguments as of the forward, without score_mod, splits, pages,
-    fp8, packed heads, lists per warpgroup and cached bias rows. mO and mLSE are the tangents of the
-    results, mPartials the first fields of `TangentTensors`."""
+    """Kernel of tangents for Hopper. Arguments are those of the forward, without score_mod, splits,
+    pages, fp8, packed heads and lists per warpgroup. mO and mLSE are the tangents of the results,
+    mPartials the first fields of `TangentTensors`."""
 
     traits_type, query_loaders = TangentTraits, 2
 
@@ -315,13 +305,9 @@ class AttentionTangentSm90(FlashAttentionForwardSm90):
 
     @cute.jit
     def mma(
-        self,
-        epilogue: Epilogue,
-        tiles: FwdSmem,
-        channels: Channels,
-        scales: ScoreScales,
+        self, epilogue: Epilogue, tiles: FwdSmem, channels: Channels, scales: ScoreScales,
         masks: MaskArgs,
-    ):
+    ):  # fmt: skip
         """MMA warpgroup: 64 query rows of every work tile."""
         epilogue = TangentEpilogue(*(getattr(epilogue, x.name) for x in fields(Epilogue)))
         facts = mainloop.BlockFacts(self._can_be_cut(masks), False, False)

@@ -30,7 +30,8 @@ from torch import Tensor
 from unseen_memory import UNUSED_CASES, with_unused
 
 from flash_mask_cute import interface
-from flash_mask_cute.call.tangent import KernelTangent, prepare_tangent
+from flash_mask_cute.call.facts import Backend
+from flash_mask_cute.call.tangent import PreparedTangent, plan_tangent
 from flash_mask_cute.cpu.tangent import Tangents
 from flash_mask_cute.runtime.target import Target
 
@@ -71,7 +72,7 @@ class Problem:
 
     def run(self, simulator: ModuleType, seed: int | None = SEED, **more: Any) -> Pair:
         call = call_of(self.inputs, **more)
-        prepared = prepare_tangent(call, Target(ACTIVE_ARCH, num_sms=SMS))
+        prepared = PreparedTangent(plan_tangent(call, Target(ACTIVE_ARCH, num_sms=SMS)))
         with quiet_run(simulator, seed):
             given = Tangents(*self.tangents, *self.primal)
             return Pair(*prepared(call.tensors, call.masks, given))
@@ -126,7 +127,7 @@ def test_q_start(simulator: ModuleType, start: int | Tensor) -> None:
     double = replace(inputs, q=wide[0], k=wide[1], v=wide[2])
     call = call_of(double, **more)
     given = Tangents(*(t.double() for t in tangents), *interface.forward(call))
-    exact = prepare_tangent(call)(call.tensors, call.masks, given)
+    exact = PreparedTangent(plan_tangent(call))(call.tensors, call.masks, given)
     for one, other in zip(found, exact, strict=True):
         assert (one.double() - other).abs().max() < 0.02 * other.abs().max()
 
@@ -169,7 +170,7 @@ def test_drawn_calls(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, num
     """In order, with delays, and with two sets of warps slow, which change from draw to draw."""
     case = _drawn()[number]
     problem = Problem(make_inputs(case))
-    prepared = prepare_tangent(call_of(problem.inputs), Target(ACTIVE_ARCH, num_sms=SMS))
+    planned = plan_tangent(call_of(problem.inputs), Target(ACTIVE_ARCH, num_sms=SMS))
     run: Callable[[], object] = partial(problem.check, simulator)
-    if isinstance(prepared, KernelTangent):
+    if planned.backend is Backend.KERNEL:
         with_each_role_slow(simulator, monkeypatch, [KERNEL], run, turn=number)

@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "selected": (
         flash_attn_func,
         {"block_sparse_tensors": SELECTED},
-        "with block_sparse_tensors as SelectedBlocks, got",
+        "with SelectedBlocks, got",
     ),
     "pages": (
         flash_attn_varlen_func,

@@ -13,7 +13,7 @@ from planned import call_of, forward_call
 
 from flash_mask_cute.call import tangent
 from flash_mask_cute.call.kernel_operands import FORWARD
-from flash_mask_cute.call.tangent import KernelTangent, plan_tangent
+from flash_mask_cute.call.tangent import PreparedTangent, plan_tangent
 from flash_mask_cute.call.tiles.arch import SM90
 from flash_mask_cute.cpu.tangent import Tangents
 from flash_mask_cute.runtime.target import Target
@@ -43,9 +43,17 @@ def test_tiles(head_dim: int, tile_n: int, stages: int) -> None:
 @pytest.mark.parametrize(
     ("dims", "target", "message"),
     [
-        ((136, None), HOPPER, "on Hopper with head_dim 136 .*: both must be equal, up to 128"),
-        ((64, 128), HOPPER, "on Hopper with head_dim 64 and head_dim_v 128: both must be equal"),
-        ((64, None), BLACKWELL, "on Blackwell with head_dim 64 .*: there is no kernel"),
+        (
+            (136, None),
+            HOPPER,
+            r"on Hopper with .* \(136, 136\): there are kernels for equal ones up to 128",
+        ),
+        (
+            (64, 128),
+            HOPPER,
+            r"on Hopper with head_dim and head_dim_v \(64, 128\): there are kernels for eq",
+        ),
+        ((64, None), BLACKWELL, r"on Blackwell with .* \(64, 64\): there are no kernels"),
     ],
 )
 def test_what_has_no_kernel_is_refused_by_name(dims: Any, target: Target, message: str) -> None:
@@ -67,7 +75,7 @@ def test_the_launch(strided: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(tangent, "compile_fwd", lambda *_: compiled)
     out, lse = inputs.q.new_ones(2, 40, 4, 64), torch.zeros(2, 4, 40)
     tangents = tuple(x + 1 for x in tensors)
-    run = KernelTangent(found)
+    run = PreparedTangent(found)
     tout, tlse = run(call.tensors, call.masks, Tangents(*tangents, out, lse))
     (given,) = launched
     names = [x.argument for x in FORWARD if x.argument != "stream"]
@@ -85,14 +93,16 @@ def test_a_prepared_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> No
     """By the metadata of the call and of what is given."""
     planned: list[Any] = []
 
-    class Prepared(KernelTangent):
-        def __init__(self, call: Any) -> None:
-            planned.append(call)
+    class Prepared:
+        is_kernel = True
+
+        def __init__(self, plan: Any) -> None:
+            planned.append(plan)
 
         def __call__(self, x: Any, masks: Any, given: Any) -> Any:
             return given.out, given.lse
 
-    monkeypatch.setattr(tangent, "prepare_tangent", Prepared)
+    monkeypatch.setattr(tangent, "PreparedTangent", Prepared)
     monkeypatch.setattr(tangent, "_kept", {})
     call = call_of(Case("again", 1, 40, 40, 2, 2, 64))
     x = call.tensors
