@@ -73,7 +73,7 @@ def attend_with_tangents(call: AttentionCall, return_max: bool) -> tuple[Tensor,
     batch = x.q.shape[0] if packs_declared_documents(call) else None
     arguments = to_operator(call, batch, return_max)
     out, lse, _, largest = _attention(x.q, x.k, x.v, x.learnable_sink, *arguments)
-    return out, lse, largest
+    return out, lse.float(), largest
 
 
 @torch.compiler.allow_in_graph

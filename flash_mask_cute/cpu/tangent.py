@@ -2,7 +2,7 @@
 
 With dS = scale * (tQ K^T + Q tK^T), the tangent of the LSE is mu = sum of P dS over the keys of a
 row, and that of O is the sum of (P dS) V + P tV, minus mu O. P comes from the LSE, which is
-float32. Its rounding error is a factor of the row, so the sums are divided by that of P.
+float32 beside 16 bits. Its rounding error is a factor of the row, so sums are divided by that of P.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_tangents_are_those_of_dense_attention(case: Case) -> None:
     primals, found = dual_results(attend, operands_of(inputs), tangents)
     assert_tangents_close(found, inputs, tangents)
     if case.dtype == FP64:
-        # nothing of float32 but LSE itself
+        # nothing of float32 but the LSE that is returned
         exact = reference_tangents(inputs, tangents)
         torch.testing.assert_close(found.out, exact.out, rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(found.lse, exact.lse.to(FP32), rtol=1e-6, atol=1e-6)
