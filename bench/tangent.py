@@ -18,6 +18,8 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +130,7 @@ def errors(case: Case, device: Any, shift: float) -> Json:
             return q[rows], k, v
 
         exact, eager = (
-            tangent_of(lambda *y: dense(*y, visible), of(x, dtype), of(t, dtype)).double()
+            tangent_of(partial(dense, visible=visible), of(x, dtype), of(t, dtype)).double()
             for dtype in (torch.float64, torch.bfloat16)
         )
         for name, values in (("ours", ours[0, rows, some].double()), ("eager", eager)):
@@ -146,7 +148,8 @@ def peers(case: Case, device: Any) -> Iterator[tuple[str, Callable[..., Tensor]]
     yield "ours", lambda *y: flash_attn_func(*y, **keywords)
     if case.mask in ("full", "causal"):
         try:
-            from jvp_flash_attention.jvp_attention import attention
+            # type checkers do not know it
+            attention = import_module("jvp_flash_attention.jvp_attention").attention
         except ImportError:
             pass
         else:
@@ -187,7 +190,7 @@ def row_of(case: Case, device: Any) -> Json:
     x, t = drawn(case, device, 0.0)
     for name, attend in peers(case, device) if device == "cuda" else ():
         try:
-            seconds = median_seconds(lambda attend=attend: tangent_of(attend, x, t))
+            seconds = median_seconds(partial(tangent_of, attend, x, t))
         except Exception as error:  # a peer without this case
             row[name] = f"{type(error).__name__}: {str(error)[:80]}"
         else:

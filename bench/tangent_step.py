@@ -80,7 +80,8 @@ TARGETS = {x.__name__: x for x in (meanflow, scm, rcm)}
 
 def loss_of(net: Net, target: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> Tensor:
     z, v, r, t = batch
-    u, du = torch.func.jvp(net, (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
+    both: Any = torch.func.jvp(net, (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
+    u, du = both
     goal = target(u.detach(), du.detach(), v, r, t)
     return (u - goal).float().square().mean()
 
@@ -110,8 +111,8 @@ def of_attention(attend: Attend, device: str, seqlen: int) -> float:
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def run() -> Any:
-        out, tangent = torch.func.jvp(attend, tuple(leaves), tuple(tangents))
-        return torch.autograd.grad(out, leaves, tangent.detach())
+        both: Any = torch.func.jvp(attend, tuple(leaves), tuple(tangents))
+        return torch.autograd.grad(both[0], leaves, both[1].detach())
 
     return milliseconds(run)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,8 @@ def step(model: MeanVelocity, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor
     data, noise, r, t = batch
     z, v = (1 - t) * data + t * noise, noise - data
     along = v, torch.zeros_like(r), torch.ones_like(t)
-    u, du = torch.func.jvp(model, (z, r, t), along)
+    both: Any = torch.func.jvp(model, (z, r, t), along)
+    u, du = both
     target = (v - (t - r) * du).detach()
     return (u - target).square().mean(), u.detach(), du.detach()
 

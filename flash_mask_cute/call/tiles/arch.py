@@ -294,9 +294,15 @@ SM90 = ArchSpec(
         most_head_dim=MAX_HEAD_DIM,
     ),
     tangent=ForwardKernel(
-        *("AttentionTangentSm90", "flash_tangent_sm90"),
-        *(_tangent_sm90, lambda: _tangent_sm90().traits_type, SM90_TANGENT),
-        **{"packed_rows": 64, "causal_each": False, "reads_fp8": False, "most_head_dim": 128},
+        "AttentionTangentSm90",
+        "flash_tangent_sm90",
+        _tangent_sm90,
+        lambda: _tangent_sm90().traits_type,
+        SM90_TANGENT,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
+        most_head_dim=128,
     ),
 )
 
