@@ -77,7 +77,9 @@ def launched(simulator: ModuleType) -> dict[str, int]:
             symbol = launch["kernel"]
             names = *kernels_of_package(), *OF_BASE
             # the name of a module may begin with that of another
-            name = max((x for x in names if symbol.startswith(_symbol_of(x))), key=len)
+            fitting = [x for x in names if symbol.startswith(_symbol_of(x))]
+            assert fitting, symbol
+            name = max(fitting, key=len)
             found[OF_BASE.get(name, name)] = -(-launch["block"][0] // 32)
     return found
 
