@@ -41,13 +41,15 @@ def flash_attn_tangent_cpu(call: CpuCall, given: Tangents) -> tuple[Tensor, Tens
 def _sequence_tangents(call: CpuCall, given: Tangents, walk: SequenceWalk) -> tuple[Tensor, Tensor]:
     """Of one batch entry: tO (heads_kv, lanes, rows, d_v) and the tangent of its LSE."""
     x, scale = call.tensors, walk.softmax_scale
-    q, tq, out, lse = map(walk.rows_of_q, (x.q, given.q, given.out, given.lse.mT))
+    q, tq, lse = map(walk.rows_of_q, (x.q, given.q, given.lse.mT))
     k, v, tk, tv = map(walk.rows_of_k, (x.k, x.v, given.k, given.v))
     sink = walk.rows_of_sink(x.learnable_sink)
     # any finite number will do for rows that see nothing
     lse = lse.masked_fill(lse == NEG_INF, 0.0)
     total = torch.zeros_like(lse) if sink is None else torch.exp(sink - lse)
-    tout, mu = torch.zeros_like(out), torch.zeros_like(lse)
+    # O is summed again, since it was rounded
+    tout, out = (q.new_zeros((*q.shape[:-1], v.shape[-1])) for _ in range(2))
+    mu = torch.zeros_like(lse)
     for m_block in range(walk.num_m_blocks):
         rows = walk.rows(m_block)
         for n_block in walk.n_blocks(m_block):
@@ -60,6 +62,7 @@ def _sequence_tangents(call: CpuCall, given: Tangents, walk: SequenceWalk) -> tu
                 ds = (of_tq @ of_k + of_q @ of_tk[..., keys]).masked_fill(~visible, 0.0) * scale
                 total[..., rows] += p.sum(dim=-1)
                 mu[..., rows] += (p * ds).sum(dim=-1)
+                out[..., rows, :] += p @ v[..., keys, :]
                 tout[..., rows, :] += (p * ds) @ v[..., keys, :] + p @ tv[..., keys, :]
     total = total.masked_fill(total == 0.0, 1.0)
-    return (tout - mu[..., None] * out) / total[..., None], mu / total
+    return (tout - (mu / total)[..., None] * out) / total[..., None], mu / total
