@@ -387,7 +387,7 @@ class FlashAttentionForwardSm90:
                 cpasync.prefetch_descriptor(atom)
         allocator = cutlass.memory.SmemAllocator()
         storage = allocator.allocate(traits.storage())
-        mma_warps = traits.num_mma_warps
+        mma_warps, loaders = traits.num_mma_warps, self.query_loaders
         # Loading warps arrive with the bytes that TMA brings or with their copies, converting warps
         # with their part.
         loads = self.loading_warps * (COPY_ARRIVALS if const_expr(traits.copies_rows) else 1)
@@ -396,16 +396,13 @@ class FlashAttentionForwardSm90:
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
         ring, walk = scheduler_rings(
-            storage,
-            (self.query_loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
+            storage, (loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
             tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
         channels = Channels(
-            q=Channel.create(
-                storage.q_barriers.data_ptr(), traits.stages_q, self.query_loaders, mma_warps
-            ),
+            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loaders, mma_warps),
             k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
