@@ -275,7 +275,9 @@ def _from_operator(
         if x["block_q"] is not None and x["block_k"] is not None:
             block_size = x["block_q"], x["block_k"]
         seqlens = tuple(x["list_seqlens"]) if x["list_seqlens"] else None
-        lists = BlockSparseTensorsTorch(*(x[name] for name in _LISTS), block_size, seqlens)
+        lists = BlockSparseTensorsTorch(
+            *(x[name] for name in _LISTS), block_size=block_size, seqlens=seqlens
+        )
     causal = bool(x["columns_causal"])
     if x["document_starts"] is not None:
         rows = _BoundedMask(x["document_rows"], causal, x["document_bounds"])
