@@ -276,7 +276,7 @@ def _from_operator(
             block_size = x["block_q"], x["block_k"]
         seqlens = tuple(x["list_seqlens"]) if x["list_seqlens"] else None
         lists = BlockSparseTensorsTorch(
-            *(x[name] for name in _LISTS), block_size=block_size, seqlens=seqlens
+            **{name: x[name] for name in _LISTS}, block_size=block_size, seqlens=seqlens
         )
     causal = bool(x["columns_causal"])
     if x["document_starts"] is not None:
