@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -126,6 +126,20 @@ class Tensors(NamedTuple):
         if not (isinstance(x.k, Tensor) and isinstance(of.cu_seqlens_q, Tensor)):
             return False
         return x.k.dim() == 4 and x.k.shape[0] == 1 and of.cu_seqlens_q.shape[0] != 2
+
+    @staticmethod
+    def from_names(given: Mapping[str, Any]) -> Tensors:
+        """Made from those among the arguments of a host call, and q_starts."""
+        own, lengths, optional, gradients = (
+            {name: given[name] for name in kind._fields if name in given}
+            for kind in (Tensors, CallLengths, OptionalTensors, Gradients)
+        )
+        return Tensors(
+            **own,
+            lengths=CallLengths(**lengths),
+            optional=OptionalTensors(**optional),
+            gradients=Gradients(**gradients),
+        )
 
     def by_name(self) -> dict[str, Any]:
         """All tensors, as arguments of the host calls are named."""
@@ -304,13 +318,7 @@ class AttentionCall(NamedTuple):
         else:
             backward = replaced(backward, config=config)
         masks = masks_of(*Masks(**fields(Masks)))
-        tensors = Tensors(
-            **fields(Tensors),
-            lengths=CallLengths(**fields(CallLengths)),
-            optional=OptionalTensors(**fields(OptionalTensors)),
-            gradients=Gradients(**fields(Gradients)),
-        )
-        return AttentionCall(tensors, masks, options, backward, direction)
+        return AttentionCall(Tensors.from_names(given), masks, options, backward, direction)
 
     def arguments(self) -> dict[str, Any]:
         """All arguments of the host call but config, by name."""
