@@ -226,7 +226,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     calls: dict[str, Callable[..., Tensor]] = {"flash_mask_cute": ours}
     if has_kernels:
-        compiled = torch.compile(theirs.flex_attention, dynamic=False)
+        compiled: Any = torch.compile(theirs.flex_attention, dynamic=False)
         calls["torch flex_attention"] = lambda x, block_mask: compiled(
             *x[:3], x.mods.score_mod, block_mask, enable_gqa=True
         )
