@@ -162,6 +162,8 @@ def _partials(x: AttentionProblem, _: Any) -> Any:
 
     if x.statistics:
         return _statistics(x)
+    if x.is_tangent:
+        return _q(x, _), _k(x, _), _v(x, _), _out(x, _), _rows(True, x)
     if x.split in (None, ONE_FIXED_SPLIT):
         return None
     if x.split == SEQUENTIAL_SPLITS:

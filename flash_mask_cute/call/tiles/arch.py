@@ -15,6 +15,7 @@ from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
     SM90_STATISTICS,
+    SM90_TANGENT,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
@@ -122,7 +123,8 @@ class ArchSpec:
 
     name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
     the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
-    evaluated before attention. statistics: the kernel of statistics of P; None: there is none.
+    evaluated before attention. statistics: the kernel of statistics of P; tangent: that of forward
+    mode, with tiles of a forward; None: there is none.
     """
 
     name: str
@@ -131,12 +133,15 @@ class ArchSpec:
     load_columns: Callable[[], Any]
     reads_mask_bits: bool
     statistics: ForwardKernel | None = None
+    tangent: ForwardKernel | None = None
 
     def of(self, problem: AttentionProblem) -> ArchSpec:
-        """The same, with the kernel of statistics in place of the forward for a problem of them."""
-        if self.statistics is None or not problem.statistics:
-            return self
-        return replace(self, forward=self.statistics)
+        """The same, with the kernel of statistics or of tangents in place of the forward for a
+        problem of them."""
+        forward = self.statistics if problem.statistics else None
+        if problem.is_tangent:
+            forward = self.tangent
+        return self if forward is None else replace(self, forward=forward)
 
 
 @functools.cache
@@ -208,6 +213,17 @@ SM90 = ArchSpec(
         causal_each=False,
         reads_fp8=False,
         decodes_whole=True,
+    ),
+    tangent=ForwardKernel(
+        "AttentionTangentSm90",
+        "flash_tangent_sm90",
+        _device_code("sm90.flash_tangent:AttentionTangentSm90"),
+        _device_code("sm90.flash_tangent:AttentionTangentSm90.traits_type"),
+        SM90_TANGENT,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
+        most_head_dim=128,
     ),
 )
 
