@@ -118,7 +118,6 @@ WORDS_OF_VECTOR = 4
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
-# the compiler takes names of kernels from repr
 @dataclass(eq=False, repr=False)
 class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
@@ -245,8 +244,8 @@ class FlashAttentionForwardSm90:
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
+        mV: cute.Tensor | None,
+        mO: cute.Tensor | None,
         mLSE: cute.Tensor | None,
         softmax_scale: Float32,
         stream,
@@ -658,10 +657,8 @@ class FlashAttentionForwardSm90:
 
     def _has_cutters(self, masks: MaskArgs) -> bool:
         """Whether anything besides the end of the keys makes blocks partial."""
-        callables = (self.score_mod, self.mask_mod)
-        lists = (masks.columns, masks.bits, masks.mask_bits)
-        cutters = (self.is_causal, self.is_local, *callables, *lists)
-        return any(x is not None and x is not False for x in cutters)
+        cutters = self.score_mod, self.mask_mod, masks.columns, masks.bits, masks.mask_bits
+        return self.is_causal or self.is_local or any(x is not None for x in cutters)
 
     @cute.jit
     def _first_scores(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.problem import AttentionProblem
@@ -133,14 +133,12 @@ class ArchSpec:
     statistics: ForwardKernel | None = None
     tangent: ForwardKernel | None = None
 
-    def kernel_of(self, problem: AttentionProblem) -> ForwardKernel:
-        """What runs the problem of a forward, or of statistics that the architecture has."""
-        if problem.is_tangent and self.tangent is not None:
-            return self.tangent
-        if not problem.statistics:
-            return self.forward
-        assert self.statistics is not None
-        return self.statistics
+    def of(self, problem: AttentionProblem) -> ArchSpec:
+        """The same, with the kernel of statistics or of tangents in place of the forward for a
+        problem of them, if there is one."""
+        other = self.statistics if problem.statistics else self.tangent
+        is_other = bool(problem.statistics) or problem.is_tangent
+        return self if other is None or not is_other else replace(self, forward=other)
 
 
 def _forward_sm90() -> Any:
@@ -159,12 +157,6 @@ def _statistics_sm90() -> Any:
     from flash_mask_cute.sm90.flash_statistics import AttentionStatisticsSm90
 
     return AttentionStatisticsSm90
-
-
-def _statistics_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_statistics import StatisticsTraits
-
-    return StatisticsTraits
 
 
 def _tangent_sm90() -> Any:
@@ -285,13 +277,12 @@ SM90 = ArchSpec(
         "AttentionStatisticsSm90",
         "statistics_sm90",
         _statistics_sm90,
-        _statistics_traits_sm90,
+        lambda: _statistics_sm90().traits_type,
         SM90_STATISTICS,
         packed_rows=64,
         causal_each=False,
         reads_fp8=False,
         decodes_whole=True,
-        most_head_dim=MAX_HEAD_DIM,
     ),
     tangent=ForwardKernel(
         "AttentionTangentSm90",
