@@ -178,16 +178,16 @@ def compile_variant(name: str) -> Built:
         compiled = build_bwd(problem, choice, target, mods)
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
     shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
+    spec = arch_spec(target).of(problem)
     tiles = select_fwd_config(
         problem,
         shapes,
         walk=WalkFacts(
             variant.window, variant.block_size, variant.decode_rows, variant.selected_block
         ),
-        spec=arch_spec(target).of(problem),
+        spec=spec,
     ).tiles
-    fields = tiles.arguments(arch_spec(target).of(problem).forward)
-    return Built(build_fwd(problem, tiles, target, variant.mods), fields)
+    return Built(build_fwd(problem, tiles, target, variant.mods), tiles.arguments(spec.forward))
 
 
 def _with_sums(

@@ -536,7 +536,7 @@ def _refuse_batches(*arguments: Any) -> Any:
             check_plain(name, x)
 
 
-# of whom the errors are those of attention
+# their errors are those of attention
 IMPLEMENTATIONS = frozenset(
     implementation.__code__
     for implementation in (

@@ -28,7 +28,7 @@ convert sends k and v to mma (`fp8_conversion`).
 A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
 bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
 they need the next ones. In tiles with three warpgroups or more, a warpgroup skips a partial block
-of which its 64 rows see nothing, and multiplies one half if they see no key of the other.
+if its 64 rows see none of its keys, and multiplies one half if they see no key of the other.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
 so the tensor cores work on P V while the exponentials of the next block are computed. With three, P
@@ -118,6 +118,7 @@ WORDS_OF_VECTOR = 4
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
+# the compiler takes names of kernels from repr
 @dataclass(eq=False, repr=False)
 class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
@@ -295,7 +296,7 @@ class FlashAttentionForwardSm90:
         mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`; block
         lists are then given as bits only, because rows of a tile need not begin where blocks do.
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
-        head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
+        head_dim), and keys lie in their pages; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
         mCausalPerSeq (batch,) int32, beside window_size_right: where it is not 0, a sequence is
         causal. mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
         mPartials: destination of splits: the tensors and the number of `Partials`. In stream-K all
@@ -496,7 +497,7 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def _clear_queries(self, storage: Any) -> None:
-        """Write zeros to the rows of query tiles, some of which nobody loads."""
+        """Write zeros to the rows of query tiles, because nobody loads some of them."""
         traits = self.traits
         rows = swizzled(storage.q, traits.layout_q())
         words = cute.make_tensor(

@@ -135,10 +135,11 @@ class ArchSpec:
 
     def of(self, problem: AttentionProblem) -> ArchSpec:
         """The same, with the kernel of statistics or of tangents in place of the forward for a
-        problem of them, if there is one."""
-        other = self.statistics if problem.statistics else self.tangent
-        is_other = bool(problem.statistics) or problem.is_tangent
-        return self if other is None or not is_other else replace(self, forward=other)
+        problem of them."""
+        forward = self.statistics if problem.statistics else None
+        if problem.is_tangent:
+            forward = self.tangent
+        return self if forward is None else replace(self, forward=forward)
 
 
 def _forward_sm90() -> Any:
