@@ -29,7 +29,7 @@ from flash_mask_cute.mods.fixed_point_sums import MOST_ENTRIES
 from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, SummedBy, TensorReads
 from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import strided
 from flash_mask_cute.runtime.target import Target
@@ -252,7 +252,6 @@ def compile_shared_sums(
     choice: BwdChoice,
     shared: SharedSums,
     target: Target,
-    cache: CompileCache = CACHE,
 ) -> Compiled:
     """The compiled kernel, from the cache or built now. `function` takes q, k, v, dout and stats as
     the main kernel does, the sums and the aux tensors, as tuples, the scale, the number of
@@ -275,7 +274,7 @@ def compile_shared_sums(
     if shared.short is not None:
         build, name = build_short, SHORT_NAME
         facts["tile"] = tuple(shared.short)
-    return cache.get(
+    return CACHE.get(
         name,
         lambda: facts,
         lambda: build(score_mod, problem, choice, shared, target),

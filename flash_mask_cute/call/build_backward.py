@@ -162,15 +162,14 @@ def compile_short(
     target: Target,
     facts: GradientFacts,
     several_keys: bool,
-    cache: CompileCache = CACHE,
 ) -> BwdKernels:
     """The kernels before and after that of short sequences. several_keys: as in `ShortTile`."""
     if not several_keys:
-        preprocess = compile_preprocess(problem, choice, target, facts, 0, cache)
+        preprocess = compile_preprocess(problem, choice, target, facts, 0)
         return BwdKernels(preprocess.function, None, None)
     choice = replace(choice, tiles=replace(choice.tiles, clears_dq=True))
-    preprocess = compile_preprocess(problem, choice, target, facts, 1, cache)
-    postprocess = compile_postprocess(problem, choice, target, cache)
+    preprocess = compile_preprocess(problem, choice, target, facts, 1)
+    postprocess = compile_postprocess(problem, choice, target)
     return BwdKernels(preprocess.function, None, postprocess.function)
 
 

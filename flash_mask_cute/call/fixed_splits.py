@@ -24,8 +24,8 @@ from flash_mask_cute.call.splits import (
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
 from flash_mask_cute.limits import OPEN_WINDOW
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import by_facts, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import operand, strided, vector
 from flash_mask_cute.runtime.target import Target
 
@@ -95,14 +95,9 @@ class ReduceFacts(NamedTuple):
     sink_dtype: str | None
 
 
-def compile_reduce(facts: ReduceFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
-    """The compiled kernel. `function` takes, by position: outputs of fixed splits, their LSE, its
-    rounding error or None, sink or None, out, lse or None (shapes: `kernels/reduce_splits.py`)."""
-    return by_facts(REDUCE_NAME, facts, build_reduce, target, cache)
-
-
 def build_reduce(facts: ReduceFacts, target: Target) -> Compiled:
-    """Compile now."""
+    """Compile now. `function` takes, by position: outputs of fixed splits, their LSE, its rounding
+    error or None, sink or None, out, lse or None (shapes: `kernels/reduce_splits.py`)."""
     from flash_mask_cute.kernels.reduce_splits import ReduceSplits
 
     arguments: list[Any] = [
@@ -139,7 +134,7 @@ class ParallelSplits:
             plan.splits.has_low,
             problem.sink_dtype,
         )
-        self._function = compile_reduce(facts, plan.target).function
+        self._function = by_facts(REDUCE_NAME, facts, build_reduce, plan.target).function
 
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
         """Scratch memory, as the attention kernel takes it."""

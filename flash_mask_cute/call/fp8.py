@@ -18,8 +18,8 @@ from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.forward import current_device
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import by_facts, compile_object, options_of
 from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
@@ -85,11 +85,9 @@ class DequantiseFacts(NamedTuple):
     scales: tuple[int | None, int | None]
 
 
-def compile_dequantise(
-    facts: DequantiseFacts, target: Target, cache: CompileCache = CACHE
-) -> Compiled:
+def compile_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:
     """The compiled kernel. `function` takes the arguments of `Dequantise`, by position."""
-    return by_facts(KERNEL_NAME, facts, build_dequantise, target, cache)
+    return by_facts(KERNEL_NAME, facts, build_dequantise, target)
 
 
 def build_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:

@@ -34,8 +34,8 @@ from flash_mask_cute.core.stream_k import (
 from flash_mask_cute.limits import MAX_HEAD_DIM, STRIDE_STEP, ctas_of_tile
 from flash_mask_cute.masks.q_start import END
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import by_facts, compile_object, options_of
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.fake_tensors import operand, strided
 from flash_mask_cute.runtime.named_tuples import replaced
@@ -226,10 +226,10 @@ class CombineFacts(NamedTuple):
     has_low: bool = False
 
 
-def compile_combine(facts: CombineFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
+def compile_combine(facts: CombineFacts, target: Target) -> Compiled:
     """The compiled kernel. `function` takes, by position: partial outputs, partial LSE, its
     rounding error or None, pending or None, out, lse or None (shapes: `kernels/combine.py`)."""
-    return by_facts(COMBINE_NAME, facts, build_combine, target, cache)
+    return by_facts(COMBINE_NAME, facts, build_combine, target)
 
 
 def build_combine(facts: CombineFacts, target: Target) -> Compiled:

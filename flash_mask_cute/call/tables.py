@@ -35,7 +35,7 @@ from flash_mask_cute.mods.read_classes import (
 )
 from flash_mask_cute.mods.traits import difference_reads, find_reads
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
 from flash_mask_cute.runtime.target import Target
 
@@ -218,11 +218,10 @@ def compile_difference_tables(
     problem: AttentionProblem,
     tables: DifferenceTables,
     target: Target,
-    cache: CompileCache = CACHE,
 ) -> Compiled:
     """The compiled kernel, cached or new. `function` takes tuples: tables, and aux tensors."""
     facts = problem.score_mod, problem.aux, tables.reads, tables.dtypes
-    return cache.get(
+    return CACHE.get(
         NAME,
         lambda: dict(zip(("score_mod", "aux", "reads", "dtypes"), facts, strict=True)),
         lambda: build_difference_tables(score_mod, problem, tables.reads, target),

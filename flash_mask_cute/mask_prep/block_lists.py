@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import by_names, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "ordered_lists"
@@ -63,14 +63,14 @@ def order_lists(
     return made
 
 
-def compile_ordered_lists(has_full: bool, arch: str, cache: CompileCache = CACHE) -> Compiled:
+def compile_ordered_lists(has_full: bool, arch: str) -> Compiled:
     """The compiled kernel, from the cache or built now.
 
     `function` takes, by position: the lists that are given and those to be made, four tensors each
     (the last two None unless has_full), the visible and the full bits. Extents and strides are
     run-time values.
     """
-    return by_names(KERNEL_NAME, {"has_full": has_full}, _build, arch, cache)
+    return by_names(KERNEL_NAME, {"has_full": has_full}, _build, arch)
 
 
 def _build(has_full: bool, arch: str) -> Compiled:

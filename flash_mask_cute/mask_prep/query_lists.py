@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_mask_cute.limits import AT_END
 from flash_mask_cute.rules.band import Band
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
 from flash_mask_cute.runtime.dtypes import dtype_name
 
@@ -166,11 +166,9 @@ def fill_lists(
     function(by_entry, *scratch, *made, *numbers, *lengths)
 
 
-def compile_query_lists(
-    facts: ListFacts, dtype: str, arch: str, cache: CompileCache = CACHE
-) -> Compiled:
+def compile_query_lists(facts: ListFacts, dtype: str, arch: str) -> Compiled:
     """The compiled kernels, from the cache or built now; see `fill_lists`. dtype: of entries."""
-    return cache.get(
+    return CACHE.get(
         KERNEL_NAME,
         lambda: asdict(facts) | {"dtype": dtype},
         lambda: _build(facts, dtype, arch),

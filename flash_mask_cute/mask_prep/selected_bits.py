@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import by_names, compile_object, options_for
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.target import Target
 
@@ -84,16 +84,14 @@ def empty_bits(
     return SelectionBits(of_rows, of_any, of_every)
 
 
-def compile_selected_bits(
-    dtype: str, is_packed: bool, arch: str, cache: CompileCache = CACHE
-) -> Compiled:
+def compile_selected_bits(dtype: str, is_packed: bool, arch: str) -> Compiled:
     """The compiled kernel, from the cache or built now. dtype: of the entries.
 
     `function` takes, by position: the entries, the three tensors of `SelectionBits`, tile_m, pack,
     and cu_seqlens_q, None unless is_packed. Extents and strides are run-time values.
     """
     facts = {"dtype": dtype, "is_packed": is_packed}
-    return by_names(KERNEL_NAME, facts, _build, arch, cache)
+    return by_names(KERNEL_NAME, facts, _build, arch)
 
 
 def _build(dtype: str, is_packed: bool, arch: str) -> Compiled:

@@ -291,6 +291,17 @@ def test_where_sequences_lie_in_pages_is_in_the_key(recorder: Recorder) -> None:
             _flash_attn_fwd(q, q, q, **{name: where})
 
 
+@pytest.mark.parametrize("name", ["leftpad_k", "kv_batch_idx", None])
+def test_packed_keys_beside_pages_are_refused_by_name(name: str | None) -> None:
+    """Keys of three dimensions are no pool of pages, wherever sequences lie."""
+    q, packed = torch.zeros(1, 2, 2, 8), torch.zeros(3, 2, 8)
+    where = {"page_table": int32(0, 1)[None], "seqused_k": int32(2), "cu_seqlens_k": int32(0, 3)}
+    if name is not None:
+        where[name] = int32(0)
+    with pytest.raises(ValueError, match="cu_seqlens_k must be None beside page_table"):
+        _flash_attn_fwd(q, packed, packed, **where)
+
+
 def test_a_second_call_prepares_nothing(recorder: Recorder) -> None:
     first, second = qkv(), qkv()
     _flash_attn_fwd(*first, causal=True)

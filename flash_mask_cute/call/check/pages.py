@@ -81,6 +81,11 @@ def check_pages(
     sequences lie in it. Raises TypeError or ValueError, naming argument and value."""
     check_page_table(k, page_table)
     assert isinstance(page_table, Tensor)
+    if cu_seqlens_k is not None:
+        raise ValueError(
+            "cu_seqlens_k must be None beside page_table, which says where the keys of a sequence "
+            f"lie; give seqused_k for their number, got {brief(cu_seqlens_k)}"
+        )
     if kv_batch_idx is not None:
         check_index_vector("kv_batch_idx", kv_batch_idx, k.device)
     if leftpad_k is not None:
@@ -91,11 +96,6 @@ def check_pages(
                 f"leftpad_k needs seqused_k, the number of keys after it, got {brief(leftpad_k)} "
                 "and None"
             )
-    if cu_seqlens_k is not None:
-        raise ValueError(
-            "cu_seqlens_k must be None beside page_table, which says where the keys of a sequence "
-            f"lie; give seqused_k for their number, got {brief(cu_seqlens_k)}"
-        )
     if page_table.device.type == "cpu":
         if kv_batch_idx is not None:
             page_table = _rows_of_table(page_table, kv_batch_idx)
