@@ -117,6 +117,7 @@ BACKWARD = """
 1x1024x1024x4/4x128 | 1x1024x1024x4/4x256 left-511 | left-512 - | in-order | causal
 1x1024x1024x4/4x128 | 1x1024x1024x4/4x64 | 1x1024x1024x4/4x192/128 ctas-2 | ctas-1 - | softcap |
   minus | left
+1x300x300x4/4x64 | 1x300x300x4/4x128 left-0 | left-1 - | causal
 # block lists
 1x300x400x4/4x80 | 1x300x400x4/4x128 lists-64x64 | lists-128x192 | lists-64x128 | lists-96x64 |
   lists-128x64 | lists-32x64 - | in-order | softcap | minus | mask-mod
