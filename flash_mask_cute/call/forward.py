@@ -102,11 +102,12 @@ def build_fwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         split=problem.split,
-        page_box=problem.page_box,
+        page_box=problem.keys_of_box,
         shared_kv=problem.shared_kv,
         **({"in_fp8": True, "few_rows": problem.few_rows} if problem.in_fp8 else {}),
         **({"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}),
         **({"shares_mask": True} if problem.shares_mask else {}),
+        **({"gathers": problem.gathers} if problem.gathers else {}),
         **({"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}),
         **tiles.arguments(arch_spec(target).forward),
     )

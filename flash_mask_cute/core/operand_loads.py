@@ -69,6 +69,18 @@ class LoadShape(Protocol):
     multicasts_keys: bool
 
 
+class GatheredKeys(Protocol):
+    """The keys of a work tile that a walk over small blocks visits side by side."""
+
+    def list_of(self, work: Work) -> Int32:
+        """Where the list of these begins."""
+        ...
+
+    def key(self, first: Int32, row: Int32) -> Int32:
+        """The key at a row of the walk, of the list that begins at `first`."""
+        ...
+
+
 class Buffer(NamedTuple):
     """Shared memory of an operand, with the stages as its last mode, and its channel."""
 
@@ -77,12 +89,14 @@ class Buffer(NamedTuple):
 
 
 class HeadKeys(NamedTuple):
-    """The keys of a sequence for a KV head."""
+    """The keys of a sequence for a KV head. gathered: where the list of the blocks of a work tile
+    begins, if it gathers its keys."""
 
     head: Int32
     batch_idx: Int32
     offset: Int32
     length: Int32
+    gathered: Int32 | None = None
 
 
 class LoadState(NamedTuple):
@@ -117,7 +131,7 @@ class OperandLoads:
     the bits of a block that is cut, from the work tile, the number of such blocks before it and the
     block, and returns the next number; for warps that only copy rows, and load no query. scales_k,
     scales_v: of rows of pages, (pages, page_size, heads), which others read soon. half: the columns
-    of V of this CTA, None: all.
+    of V of this CTA, None: all. gathers: finds keys, which do not follow each other.
     """
 
     operands: tma.Operands
@@ -136,6 +150,7 @@ class OperandLoads:
     scales_k: cute.Tensor | None = None
     scales_v: cute.Tensor | None = None
     half: ValueHalf | None = None
+    gathers: cutlass.Constexpr[GatheredKeys | None] = None
 
     @property
     def _first_value_column(self) -> int | Int32:
@@ -151,7 +166,9 @@ class OperandLoads:
         """Values lag one block behind keys, as in their consumers. This also holds across work
         tiles: the next tile's query and first keys are loaded before this tile's last values."""
         tile, chunk = Int32(0), Int32(0)
-        state = LoadState(Int32(0), Int32(-1), HeadKeys(*[Int32(0)] * len(HeadKeys._fields)))
+        state = LoadState(Int32(0), Int32(-1), HeadKeys(*[Int32(0)] * 4))
+        if const_expr(self.gathers is not None):
+            state = state._replace(v_place=state.v_place._replace(gathered=Int32(-1)))
         if const_expr(self.pages is not None):
             state = state._replace(v_pages=PageRow.none(), next_pages=PageRow.none())
             if const_expr(walk.tells_next):
@@ -172,6 +189,7 @@ class OperandLoads:
                 self.lengths.kv_entry(work.batch_idx),
                 work.offset_k,
                 work.seqlen_k,
+                None if self.gathers is None else self.gathers.list_of(work),
             )
             load = partial(self._load_block, place)
             if const_expr(self.pages is not None):
@@ -261,6 +279,8 @@ class OperandLoads:
             awaited, following = state.next_block, block.next_index
             state = state._replace(next_block=following)
         is_next = (block.index == awaited) & (place.batch_idx == state.v_place.batch_idx)
+        if const_expr(self.gathers is not None):
+            is_next = is_next & (place.gathered == state.v_place.gathered)
         if is_next == Boolean(False):
             pages = self._look_up(place, block.index)
             if const_expr(not self._settles_late):
@@ -388,9 +408,14 @@ class OperandLoads:
         stage, barrier = channel.index(number), channel.barrier(number)
         cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier, **more or {})
 
-    def _key(self, place: HeadKeys, block: Int32, box: Int32) -> Int32:
-        """The first key of a box of a block; after the sequence's end, its last key."""
-        key = block * self.shape.tile_n + box * self.shape.page_box
+    def _key(self, place: HeadKeys, block: Int32, row: Int32) -> Int32:
+        """The key at a row of a block, or behind it; after the sequence's end, its last key."""
+        tile_n = self.shape.tile_n
+        key = block * tile_n + row
+        if self.gathers is not None:
+            # there are no lists behind the last one
+            row = cutlass.min(row, tile_n - 1)
+            key = self.gathers.key(place.gathered, block * tile_n + row)
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
     def _look_up(self, place: HeadKeys, block: Int32) -> PageRow | BlockRows:
@@ -401,10 +426,11 @@ class OperandLoads:
         clamps would take longer than the load.
         """
         if self._by_rows:
-            return self._copies.look_up(place.batch_idx, cutlass.max(block, 0), place.length)
+            of_block = place.batch_idx, cutlass.max(block, 0), place.length
+            return self._copies.look_up(*of_block, partial(self._key, place))
         last = self.shape.tile_n // self.shape.page_box - 1
         box = cutlass.min(cute.arch.lane_idx(), last)
-        key = self._key(place, cutlass.max(block, 0), box)
+        key = self._key(place, cutlass.max(block, 0), box * self.shape.page_box)
         return self.pages.place(self.pages.entry(place.batch_idx, key), key, place.length)
 
     def _ask_for_scales(

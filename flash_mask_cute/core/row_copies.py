@@ -9,6 +9,7 @@ become zeros, as TMA makes them, for a product with NaN that is left there would
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,12 +81,18 @@ class RowCopies:
         zeros = tuple(Int32(0) for _ in range(self.num_groups))
         return BlockRows(zeros, zeros)
 
-    def look_up(self, batch_idx: Int32, block: Int32, seqlen_k: Int32) -> BlockRows:
-        """Places of the rows of a sequence's block, with unsettled page numbers (`settled`)."""
+    def look_up(
+        self,
+        batch_idx: Int32,
+        block: Int32,
+        seqlen_k: Int32,
+        key_of: Callable[[Int32, Int32], Int32],
+    ) -> BlockRows:
+        """Places of the rows of a sequence's block, with unsettled page numbers (`settled`).
+        key_of: the key at a row of a block, or behind it."""
         pages, rows = [], []
         for group in range(self.num_groups):
-            key = block * self.tile_n + self._row(group * WARP + cute.arch.lane_idx())
-            key = cutlass.max(cutlass.min(key, seqlen_k - 1), 0)
+            key = key_of(block, self._row(group * WARP + cute.arch.lane_idx()))
             row = self.pages.row(batch_idx, key)
             page = self.pages.entry(batch_idx, row)
             pages.append(page)
