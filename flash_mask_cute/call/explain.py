@@ -25,7 +25,7 @@ from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.tiles import sequence_walks
-from flash_mask_cute.limits import LEAST_BOX, ctas_of_tile
+from flash_mask_cute.limits import ctas_of_tile
 from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan
 from flash_mask_cute.runtime.machine_code import kept_code
 from flash_mask_cute.runtime.process_state import builds_are_said
@@ -208,13 +208,9 @@ def _describe_splits(run: ExecutionPlan) -> str:
 
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
     box = run.problem.page_box
-    if box is None:
+    if box is None or run.problem.gathers:
         return ""
-    page_size = tensors.k.shape[1]
-    if run.problem.gathers:
-        how = "row by row" if box % LEAST_BOX else f"by TMA, in boxes of {box} keys"
-        return f"of {page_size} keys, gathered {how}"
-    return describe_pages(page_size, box, run.fwd_choice.tiles.tile_n)
+    return describe_pages(tensors.k.shape[1], box, run.fwd_choice.tiles.tile_n)
 
 
 def _compiled_facts(

@@ -18,8 +18,7 @@ from flash_mask_cute.call.masks import column_mask_of
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.mask_prep.block_lists import order_lists
-from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
-from flash_mask_cute.mask_prep.union_lists import list_length, union_lists
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits, union_lists
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
@@ -115,10 +114,10 @@ class MaskArguments:
             return by_entry, None, 1, size, None, None, most_tiles
         made = selected_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
         if self._gathers:
-            length = list_length(k, num_blocks, tiles, self._seqlens[0])
+            length = tiles.list_length(k, num_blocks, self._seqlens[0])
             most_tiles = -(-length * size // self._tile[1])
-            numbers, counts = union_lists(made.of_any, length)
-            return made.rows, None, 1, size, None, None, most_tiles, numbers.flatten(), counts
+            lists = union_lists(made.of_any, length)
+            return made.rows, None, 1, size, None, None, most_tiles, *lists
         return made.rows, None, 1, size, made.of_any, made.of_every, most_tiles
 
 

@@ -12,7 +12,6 @@ from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES
 from flash_mask_cute.mask_prep.selected_bits import QueryTiles, row_bytes
-from flash_mask_cute.mask_prep.union_lists import list_length
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen
 from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.dtypes import dtype_name
@@ -63,7 +62,7 @@ def why_whole_tiles(plan: ExecutionPlan) -> str | None:
     tiles = QueryTiles(plan.fwd_choice.tiles.tile_m, padded_group(problem.packed_heads))
     batch, heads, rows, k = selected.by_entry.shape
     of_tiles = batch * heads * tiles.number(rows, shapes.batch if problem.varlen_q else None)
-    num_bytes = 4 * of_tiles * list_length(k, num_blocks, tiles, shapes.seqlen_q)
+    num_bytes = 4 * of_tiles * tiles.list_length(k, num_blocks, shapes.seqlen_q)
     reasons = {
         f"blocks of {selected.block_size} keys": selected.block_size > MOST_GATHERED,
         f"on {spec.name}": not spec.forward.gathers_keys,
@@ -100,7 +99,8 @@ def explain_selection(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
         num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
         parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction")
     if run.problem.gathers:
-        parts.append("keys of the chosen blocks are gathered, by lists that a second launch makes")
+        box = run.problem.keys_of_box
+        parts.append(f"a second launch makes lists; keys are gathered, {box} in a copy")
     elif selected.block_size <= MOST_GATHERED:
         parts.append(f"whole tiles of keys, not gathered ones: {why_whole_tiles(run)}")
     return "; ".join([*parts, _union(run, selected, cu_seqlens_q)])

@@ -69,18 +69,6 @@ class LoadShape(Protocol):
     multicasts_keys: bool
 
 
-class GatheredKeys(Protocol):
-    """The keys of a work tile that a walk over small blocks visits side by side."""
-
-    def list_of(self, work: Work) -> Int32:
-        """Where the list of these begins."""
-        ...
-
-    def key(self, first: Int32, row: Int32) -> Int32:
-        """The key at a row of the walk, of the list that begins at `first`."""
-        ...
-
-
 class Buffer(NamedTuple):
     """Shared memory of an operand, with the stages as its last mode, and its channel."""
 
@@ -89,8 +77,7 @@ class Buffer(NamedTuple):
 
 
 class HeadKeys(NamedTuple):
-    """The keys of a sequence for a KV head. gathered: where the list of the blocks of a work tile
-    begins, if it gathers its keys."""
+    """The keys of a sequence for a KV head. gathered: the line of the list of those to gather."""
 
     head: Int32
     batch_idx: Int32
@@ -125,13 +112,13 @@ class OperandLoads:
 
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
     one word for each key stage, for readers that do not follow walks themselves. It holds the flags
-    of the block (`walk_ring`), its number, and its owners. next_words: the number of the block
-    after it, if walks report it. part: the index of this CTA's part of a block. pages: for keys and
-    values in pages. share: of the rows of these, if they are copied by several warps. cut: makes
-    the bits of a block that is cut, from the work tile, the number of such blocks before it and the
-    block, and returns the next number; for warps that only copy rows, and load no query. scales_k,
-    scales_v: of rows of pages, (pages, page_size, heads), which others read soon. half: the columns
-    of V of this CTA, None: all. gathers: finds keys, which do not follow each other.
+    of the block (`walk_ring`), its number, and its owners. part: the index of this CTA's part of a
+    block. pages: for keys and values in pages. share: of the rows of these, if they are copied by
+    several warps. cut: makes the bits of a block that is cut, from the work tile, the number of
+    such blocks before it and the block, and returns the next number; for warps that only copy rows,
+    and load no query. scales_k, scales_v: of rows of pages, (pages, page_size, heads), which others
+    read soon. half: the columns of V of this CTA, None: all. gathers: None, or finds keys that do
+    not follow each other, and the lists of these (`GatheredMask`).
     """
 
     operands: tma.Operands
@@ -142,7 +129,6 @@ class OperandLoads:
     heads_per_kv: Int32
     shape: cutlass.Constexpr[LoadShape]
     words: cute.Tensor | None = None
-    next_words: cute.Tensor | None = None
     part: int | Int32 = 0
     pages: Pages | None = None
     share: CopyShare = CopyShare()
@@ -150,7 +136,7 @@ class OperandLoads:
     scales_k: cute.Tensor | None = None
     scales_v: cute.Tensor | None = None
     half: ValueHalf | None = None
-    gathers: cutlass.Constexpr[GatheredKeys | None] = None
+    gathers: cutlass.Constexpr[Any] = None
 
     @property
     def _first_value_column(self) -> int | Int32:
@@ -262,8 +248,6 @@ class OperandLoads:
         if const_expr(self.words is not None and self.cut is None):  # noqa: SIM102 (while tracing)
             if cute.arch.lane_idx() == 0:
                 self.words[channel.index(number)] = word
-                if const_expr(self.next_words is not None):
-                    self.next_words[channel.index(number)] = block.next_index
         return channel
 
     # -- pages ----------------------------------------------------------------------------------
@@ -410,12 +394,9 @@ class OperandLoads:
 
     def _key(self, place: HeadKeys, block: Int32, row: Int32) -> Int32:
         """The key at a row of a block, or behind it; after the sequence's end, its last key."""
-        tile_n = self.shape.tile_n
-        key = block * tile_n + row
+        key = block * self.shape.tile_n + row
         if self.gathers is not None:
-            # there are no lists behind the last one
-            row = cutlass.min(row, tile_n - 1)
-            key = self.gathers.key(place.gathered, block * tile_n + row)
+            key = self.gathers.key(place.gathered, key)
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
     def _look_up(self, place: HeadKeys, block: Int32) -> PageRow | BlockRows:

@@ -7,6 +7,7 @@ here, and the load warps do when they look up the places of keys.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -32,35 +33,28 @@ class GatheredMask(ForwardMask):
 
     block_k: cutlass.Constexpr[int] = QUAD
 
-    @property
-    def _log_block(self) -> int:
-        return self.block_k.bit_length() - 1
-
     # -- lists ----------------------------------------------------------------------------------
 
-    def list_of(self, work: Work) -> Int32:
-        """Where the list of the blocks of a work tile begins in the numbers of all."""
-        batch_idx, head_idx, tile = self._place(work)
-        batch, heads, tiles = self.args.bits.counts.shape
-        length = cute.size(self.args.bits.numbers) // (batch * heads * tiles)
-        return ((batch_idx * heads + head_idx) * tiles + tile) * length
-
-    def _place(self, work: Work) -> tuple[Int32, Int32, Int32]:
-        """Of a work tile in `BitArgs.counts`."""
+    def _place(self, work: Work) -> tuple[Int32, ...]:
+        """Of a work tile in `UnionLists.counts`."""
         tile, of_rows = self.selection_tile(work, work.block), self.args.bits.visible
-        *place, _ = self.selection_place(of_rows, work, work.head_idx, tile, Int32(0))
-        return tuple(place)
+        return self.selection_place(of_rows, work, work.head_idx, tile, Int32(0))[:3]
 
-    def key(self, first: Int32, row: Int32) -> Int32:
-        """The key at a row of the tiles of a walk, whose list begins at `first`. Rows behind the
-        last block repeat it."""
-        number = self.args.bits.numbers[first + (row >> self._log_block)]
-        return self._block_of(number) * self.block_k + (row & (self.block_k - 1))
+    def list_of(self, work: Work) -> Int32:
+        """The line of a work tile in `UnionLists.numbers`."""
+        batch_idx, head_idx, tile = self._place(work)
+        _, heads, tiles = self.args.bits.counts.shape
+        return (batch_idx * heads + head_idx) * tiles + tile
 
-    @staticmethod
-    def _block_of(number: Int32) -> Int32:
-        """Numbers behind the end of a list are the last one's, inverted."""
-        return number ^ (number >> (WORD - 1))
+    def _block_at(self, line: Int32, row: Int32) -> tuple[Boolean, Int32]:
+        """Whether a row of a walk lies before the end of its list, and its block, or the last."""
+        numbers = self.args.bits.numbers
+        number = numbers[line, cutlass.min(row // self.block_k, numbers.shape[1] - 1)]
+        return number >= 0, number ^ (number >> (WORD - 1))
+
+    def key(self, line: Int32, row: Int32) -> Int32:
+        """The key at a row of the walk with this list."""
+        return self._block_at(line, row)[1] * self.block_k + (row & (self.block_k - 1))
 
     def num_tiles(self, work: Work) -> Int32:
         """Tiles of the blocks that queries of a work tile chose."""
@@ -79,20 +73,17 @@ class GatheredMask(ForwardMask):
         return Int32(0), cutlass.min(tiles, self.args.bits.most_tiles)
 
     def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
-        split_idx = work.head_idx // num_heads
-        work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
-        first, end = selection_walk.cut(self, work, split_idx, split_idx + 1, num_splits)
+        number = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - number * num_heads, place=number)
+        first, end = selection_walk.cut(self, work, number, number + 1, num_splits)
         return work._replace(first_block=first, end_block=end)
 
     @cute.jit
-    def _classify(
-        self, work: Work, base: Int32, position: selection_walk.SelectionWords
-    ) -> tuple[Chunk, selection_walk.SelectionWords]:
-        n_block = base + cute.arch.lane_idx()
-        is_visible = n_block < self.num_tiles(work)
+    def _classify(self, work: Work, base: Int32, position: Any) -> tuple[Chunk, Any]:
+        n_block, first, end = base + cute.arch.lane_idx(), Int32(0), self.num_tiles(work)
         if const_expr(work.first_block is not None):
-            is_visible = is_visible & (n_block >= work.first_block) & (n_block < work.end_block)
-        visible = Int32(cute.arch.vote_ballot_sync(is_visible))
+            first, end = work.first_block, cutlass.min(end, work.end_block)
+        visible = Int32(cute.arch.vote_ballot_sync((n_block >= first) & (n_block < end)))
         cuts = Boolean(True), Boolean(False), Int32(0)
         return Chunk.from_votes(base, work.head_idx, visible, *cuts), position
 
@@ -100,36 +91,24 @@ class GatheredMask(ForwardMask):
 
     @cute.jit
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        words = warp_rows.fill(0)
-        if block.is_hidden == Boolean(False):
-            words = self._words_of_tile(work, block.index, warp_rows)
-        return words
-
-    @cute.jit
-    def _words_of_tile(self, work: Work, n_block: Int32, warp_rows: MaskWarpRows) -> tuple:
-        """A lane judges QUAD keys for one query after another; votes are words of its rows."""
-        lane = cute.arch.lane_idx()
-        quad = cutlass.min(lane, self.block_info.tile_n // QUAD - 1) * QUAD
-        row = n_block * self.block_info.tile_n + quad
-        number = self.args.bits.numbers[self.list_of(work) + (row >> self._log_block)]
-        exists, number = number >= 0, self._block_of(number)
-        first_key = number * self.block_k + (row & (self.block_k - 1))
+        """As `ForwardMask.make_bits`. A lane judges QUAD keys for one query after another; votes
+        are words of its rows."""
+        quad = cutlass.min(cute.arch.lane_idx(), self.block_info.tile_n // QUAD - 1) * QUAD
+        row = block.index * self.block_info.tile_n + quad
+        exists, number = self._block_at(self.list_of(work), row)
+        exists = exists & (block.is_hidden == Boolean(False))
+        keys = exists, number, number * self.block_k + (row & (self.block_k - 1))
         votes = tuple(Int32(0) for _ in range(warp_rows.num_groups * QUAD))
         for query in cutlass.range(WORD // self._rows_of_query, unroll=2):
-            votes = self._vote(work, warp_rows, query, (exists, number, first_key), votes)
+            votes = self._vote(work, warp_rows, query, keys, votes)
         words: list[Int32] = []
-        for group in cutlass.range_constexpr(warp_rows.num_groups):
-            of_group = votes[group * QUAD : (group + 1) * QUAD]
+        for first in range(0, len(votes), QUAD):
+            of_group = votes[first : first + QUAD]
             words += [self._word(w, of_group) for w in range(self.columns.num_words)]
         return tuple(words)
 
     def _vote(
-        self,
-        work: Work,
-        warp_rows: MaskWarpRows,
-        query: Int32,
-        keys: tuple[Boolean, Int32, Int32],
-        votes: tuple,
+        self, work: Work, warp_rows: MaskWarpRows, query: Int32, keys: tuple, votes: tuple
     ) -> tuple:
         """Votes about the keys of each lane by the rows of a query in each group, for these rows.
         keys: whether a lane has any, their block, and the first one."""
@@ -142,16 +121,15 @@ class GatheredMask(ForwardMask):
             q_idx = cutlass.min(self._query(row), work.seqlen_q - 1)
             low, high = band.k_range(q_idx)
             is_chosen = self.chosen_bit(work, work.head_idx, q_idx + offset_q, number) != 0
-            for i in range(QUAD):
-                key = first_key + i
+            for key in (first_key + i for i in range(QUAD)):
                 is_seen = exists & is_chosen & (key >= low) & (key < high)
                 vote = Int32(cute.arch.vote_ballot_sync(is_seen))
                 found.append(cutlass.select_(lane // rows == query, vote, votes[len(found)]))
         return tuple(found)
 
     def _word(self, w: int, votes: tuple) -> Int32:
-        """A word of bits, of whose columns pairs lie in every other quad: vote i has those of the
-        keys i of all quads."""
+        """A word of bits, of whose columns pairs lie in every other quad. votes: one for each key
+        of all quads."""
         first, second, third = (self.columns.col_of(w, bit) for bit in range(3))
         assert second == first + 1 and third == first + 2 * QUAD, "columns of other tiles"
         quad, key = divmod(first, QUAD)

@@ -182,7 +182,7 @@ def selection_bits(entries: str | None, gathers: bool = False) -> tuple[Any, ...
     import cutlass
 
     of_tiles = (None, None) if entries or gathers else (strided(4), strided(4))
-    lists = (strided(1), strided(3)) if gathers else ()
+    lists = (strided(2), strided(3)) if gathers else ()
     of_rows = strided(4, entries or "int32"), None, *int32_pair()
     return *of_rows, *of_tiles, cutlass.Int32(1), *lists
 

@@ -153,9 +153,8 @@ class FlashAttentionForwardSm90:
     :param shares_mask: mask_mod is the same for heads that share a tile
     :param cached_bias_bits: bits that score_mod reads for a score in rows of keys, if batch entries
         share these and lengths; a CTA then keeps the rows for many entries
-    :param gathers: keys of a block of a selection, a multiple of 4 that divides page_box or that
-        page_box divides, whose keys are gathered (`rules/gathered_mask.py`); 0: keys of tiles lie
-        side by side
+    :param gathers: keys of a block of a selection, a multiple of 4, if keys of a tile are gathered
+        (`rules/gathered_mask.py`), page_box of them at a time; 0: they lie side by side
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -411,8 +410,9 @@ class FlashAttentionForwardSm90:
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
-            tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
+        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
+            walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
             k=traits.channel_k(storage, loads_kv),
@@ -426,16 +426,13 @@ class FlashAttentionForwardSm90:
         codes = None
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
-            codes = Codes.create(traits, storage_of_codes, loads, walk.tells_next)
+            codes = Codes.create(traits, storage_of_codes, loads)
         cached_bias = None
         if const_expr(traits.cached_bias_blocks > 0):
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
         if const_expr(traits.few_rows):
-            clear_words(
-                swizzled(storage.q, traits.layout_q()),
-                traits.stages_q * traits.tile_m * traits.tile_d // 2,
-                traits.num_threads,
-            )
+            words = traits.stages_q * traits.tile_m * traits.tile_d // 2
+            clear_words(swizzled(storage.q, traits.layout_q()), words, traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
         sync_ctas(traits)
@@ -452,7 +449,7 @@ class FlashAttentionForwardSm90:
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loader = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
-                schedule.heads_per_kv, traits, loaded.words, loaded.next_words, pages=pages,
+                schedule.heads_per_kv, traits, loaded.words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
                 half=half, gathers=self._rules(masks, lengths) if self.gathers else None,
             )  # fmt: skip

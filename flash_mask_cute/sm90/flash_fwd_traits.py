@@ -597,7 +597,6 @@ class FwdTraits(PackedHeads):
             k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages_k]
             v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages_v]
             words: cute.struct.MemRange[cutlass.Int32, stages_k]
-            next_words: cute.struct.MemRange[cutlass.Int32, stages_k]
 
         return CodeStorage
 
