@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +22,7 @@ from test_selected_sim import (
 )
 from torch import Tensor
 
-from flash_mask_cute.mask_prep.union_lists import UnionLists, compile_union_lists, union_lists
+from flash_mask_cute.mask_prep.selected_bits import UnionLists, compile_union_lists, union_lists
 from flash_mask_cute.runtime.target import Target
 
 ARCH = "sm_90a"
@@ -139,17 +138,14 @@ def test_lists(simulator: ModuleType) -> None:
     is_chosen[0, 0, 0] = False
     weights = 1 << torch.arange(32)
     words = (is_chosen.unflatten(-1, (70, 32)) * weights).sum(-1).to(torch.int32)
-    made = UnionLists(
-        torch.full((2, 3, 5, 70 * 32 + 32), 7777, dtype=torch.int32),
-        torch.full((2, 3, 5), 7777, dtype=torch.int32),
-    )
+    made = UnionLists(*(torch.full(x, 7777, dtype=torch.int32) for x in ((30, 2272), (2, 3, 5))))
     with quiet_run(simulator, 1, launches=1):
         compile_union_lists(ARCH).function(words, *made)
-    by_torch = union_lists(words, made.numbers.shape[-1])
-    for place in product(range(2), range(3), range(5)):
-        numbers = is_chosen[place].nonzero().flatten().tolist()
-        assert made.counts[place] == by_torch.counts[place] == len(numbers)
-        last = numbers[-1] if numbers else 0
-        numbers += [~last] * 32
-        for lists in (made, by_torch):
-            assert lists.numbers[place][: len(numbers)].tolist() == numbers
+    for lists in (made, union_lists(words, 2272)):
+        for blocks, found, count in zip(
+            is_chosen.flatten(0, 2), lists.numbers, lists.counts.flatten(), strict=True
+        ):
+            numbers = blocks.nonzero().flatten().tolist()
+            assert count == len(numbers)
+            numbers += [~numbers[-1] if numbers else -1] * 32
+            assert found[: len(numbers)].tolist() == numbers
