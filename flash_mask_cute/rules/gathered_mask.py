@@ -102,7 +102,7 @@ class GatheredMask(ForwardMask):
         for query in cutlass.range(WORD // self._rows_of_query, unroll=2):
             votes = self._vote(work, warp_rows, query, keys, votes)
         words: list[Int32] = []
-        for first in range(0, len(votes), QUAD):
+        for first in cutlass.range_constexpr(0, len(votes), QUAD):
             of_group = votes[first : first + QUAD]
             words += [self._word(w, of_group) for w in range(self.columns.num_words)]
         return tuple(words)
