@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_mask_cute.masks.selected_blocks import is_chosen
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
@@ -121,7 +120,8 @@ def _fill_by_torch(
     by_entry: Tensor, made: SelectionBits, tiles: QueryTiles, cu_seqlens_q: Tensor | None
 ) -> None:
     """Fill the bits on the CPU."""
-    chosen = is_chosen(by_entry, 0, made.rows.shape[-1] * WORD)
+    numbers = torch.arange(made.rows.shape[-1] * WORD, device=by_entry.device)
+    chosen = (by_entry[..., None] == numbers).any(-2)
     made.rows.copy_(_words_of(chosen))
     made.of_any.zero_(), made.of_every.zero_()
     starts = [0, by_entry.shape[2]] if cu_seqlens_q is None else cu_seqlens_q.tolist()
