@@ -114,7 +114,7 @@ class AttentionProblem:
     keys of a work tile of a backward that takes the selection as query lists (`query_lists.py`),
     and packs all heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the
     intervals hide other scores from one head of a group than from another. tables: dtypes of the
-    tables of differences that the kernel gets behind the aux tensors (`tables.py`), summed:
+    tables of differences that the kernel gets after the aux tensors (`tables.py`), summed:
     (number, size of the sums) of the reads whose gradients it sums by difference.
     lists_per_warpgroup: warpgroups of a forward, or keys of one in a backward, have block lists of
     their own (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a
@@ -122,7 +122,7 @@ class AttentionProblem:
     forward share (`bias_rows.py`), 0 if they do not, or are few. statistics: names of the results
     of a kernel of statistics (`statistics.py`), which is exact in `deterministic` sums of keys;
     statistics_block: rows and keys of its sums of blocks, and whether rows of all sequences follow
-    each other in them.
+    each other in them. is_tangent: of the kernel of forward mode (`tangent.py`).
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -179,6 +179,7 @@ class AttentionProblem:
     bias_bits: int = 0
     statistics: tuple[str, ...] = ()
     statistics_block: tuple[int, int, bool] = (1, 128, True)
+    is_tangent: bool = False
 
     @property
     def cached_bias_bits(self) -> int:
@@ -315,7 +316,7 @@ def may_empty_rows(
         # the band may lie beside a row's own key
         return True
     if problem.q_start is not None:
-        # the window may lie behind the last key
+        # the window may lie after the last key
         return True
     # the last query stands at the last key, so the first one stands before the first key if there
     # are more queries, and sees some only to its right

@@ -211,7 +211,7 @@ def copysign(x: Any, signed: Any) -> Any:
 
 
 def hypot(x: Any, y: Any) -> Any:
-    """sqrt(x^2 + y^2), of which no square overflows."""
+    """sqrt(x^2 + y^2) without an overflow of the squares."""
     dtype = _dtype(x, y)
     x, y = abs(dtype(x)), abs(dtype(y))
     large, small = where(x > y, x, y), where(x > y, y, x)
@@ -268,7 +268,7 @@ def cos(x: Any) -> Any:
 
 def _wave(function: Callable[..., Any], x: Any) -> Any:
     """sin or cos. In kernels, where `cute.math` has 300 instructions for each, one approximate
-    instruction behind a reduction to a period; NaN for |x| > MOST_WAVE."""
+    instruction after a reduction to a period; NaN for |x| > MOST_WAVE."""
     if not _is_in_kernel():
         return function(x)
     periods = cute.math.floor(x * (1.0 / math.tau) + 0.5)

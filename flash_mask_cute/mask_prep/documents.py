@@ -22,7 +22,7 @@ from flash_mask_cute.runtime.target import Target
 KERNEL_NAME = "document_split"
 # at most one document may start in so many tokens; later starts are merged into it
 DOCUMENT_STRIDE = 512
-# keys of the blocks by whose bounds a slot knows the others; also those of most attention kernels
+# keys of the blocks that show a slot the bounds of others, as of tiles of most attention kernels
 BOUNDS_TILE = 128
 
 
@@ -117,7 +117,7 @@ def _split_by_torch(given: Tensor, causal: bool, like: DocumentTensors) -> Docum
     block_first, block_last = (
         _full(x, smallest[0]) for x in intervals.seen_span(largest, smallest, seqlen)
     )
-    # what blocks before and behind each slot say
+    # what blocks before and after each slot say
     blocks_of_slot = DOCUMENT_STRIDE // BOUNDS_TILE
     number = torch.arange(slots, device=device) * blocks_of_slot
     before = F.pad(block_last.cummax(1).values, (1, 0), value=-1)[:, number]

@@ -231,7 +231,7 @@ class _Trace:
     def replace_terms(
         self, read: DifferenceRead, difference: Int32, place: ir.InsertionPoint
     ) -> None:
-        """Let the terms of a read's difference be other numbers of which it is the sum.
+        """Replace the terms of a read's difference by other numbers with the same sum.
 
         Terms are those that the read has: which of two opposite differences it is of, and how
         values are numbered, follows from all reads of the trace that found it.
@@ -333,7 +333,7 @@ def _element(table: Any, row: tuple[Int32, Int32], sums: _Sums) -> cutlass.Numer
     """The element of a difference.
 
     A column of scores has an offset, and a row an address, so that an address takes one
-    instruction. But places themselves have few differences (`at_plain_distances`), each of which is
+    instruction. But places themselves have few differences (`at_plain_distances`), and each one is
     then loaded once.
     """
     middle = Int32(table.layout.shape[2]) // 2

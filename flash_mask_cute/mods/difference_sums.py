@@ -189,9 +189,9 @@ class DifferenceSums:
             self.sums[at] = self.sums[at] + total
 
     def add_run(self, i: int, values: Sequence[Float32], difference: Int32, row: Int32) -> None:
-        """Add sums of neighbouring diagonals, of which each lane has its own, to read i of a mask
-        warp. difference: of the first one; the others are of the keys behind. row: of this lane, of
-        queries, by which its diagonals are farther. What is outside has the sum 0."""
+        """Add sums of neighbouring diagonals, others in each lane, to read i of a mask warp.
+        difference: of the first one; the others belong to the keys after it. row: the query of this
+        lane, by which its diagonals are farther. Diagonals outside have the sum 0."""
         read = self.reads[i]
         first = read.middle + difference + row % ROWS_APART * read.summed.stride
         for start in range(0, len(values), ROWS_APART):

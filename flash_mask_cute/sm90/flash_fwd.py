@@ -28,7 +28,7 @@ convert sends k and v to mma (`fp8_conversion`).
 A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
 bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
 they need the next ones. In tiles with three warpgroups or more, a warpgroup skips a partial block
-of which its 64 rows see nothing, and multiplies one half if they see no key of the other.
+if its 64 rows see none of its keys, and multiplies one half if they see no key of the other.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
 so the tensor cores work on P V while the exponentials of the next block are computed. With three, P
@@ -66,10 +66,9 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, ORDERED
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.ordered_sums import RunningSums, destination_of
+from flash_mask_cute.core.ordered_sums import destination_of
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
-from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -120,7 +119,8 @@ WORDS_OF_VECTOR = 4
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
-@dataclass(eq=False)
+# the compiler takes names of kernels from repr
+@dataclass(eq=False, repr=False)
 class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
@@ -195,8 +195,12 @@ class FlashAttentionForwardSm90:
     cached_bias_bits: int = 0
     gathers: int = 0
 
+    traits_type, destination_of = FwdTraits, staticmethod(destination_of)
+    # warps that load queries
+    query_loaders = 1
+
     def __post_init__(self) -> None:
-        traits = FwdTraits(
+        traits = self.traits_type(
             self.dtype,
             self.head_dim,
             self.head_dim if self.head_dim_v is None else self.head_dim_v,
@@ -245,8 +249,8 @@ class FlashAttentionForwardSm90:
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
+        mV: cute.Tensor | None,
+        mO: cute.Tensor | None,
         mLSE: cute.Tensor | None,
         softmax_scale: Float32,
         stream,
@@ -296,7 +300,7 @@ class FlashAttentionForwardSm90:
         mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`; block
         lists are then given as bits only, because rows of a tile need not begin where blocks do.
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
-        head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
+        head_dim), and keys lie in their pages; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
         mCausalPerSeq (batch,) int32, beside window_size_right: where it is not 0, a sequence is
         causal. mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
         mPartials: destination of splits: the tensors and the number of `Partials`. In stream-K all
@@ -321,7 +325,8 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.with_operands(partials, lengths, mO)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
@@ -351,6 +356,10 @@ class FlashAttentionForwardSm90:
             min_blocks_per_mp=1,
         )  # fmt: skip
 
+    def with_operands(self, partials: Any, lengths: Lengths, mO: cute.Tensor) -> Any:
+        """The destination of splits, with what a launch adds to it."""
+        return partials
+
     def _num_loading_warps(self) -> int:
         """The number of warps that load keys and values: in decoding with mask warps, unless many
         blocks are partial. Addresses of rows of pages take one warp longer than memory takes for
@@ -373,7 +382,7 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
-        partials: Partials | RunningSums | None,
+        partials: Any,
         pages: Pages | None,
         mO: cute.Tensor | None,
         descales: Descales,
@@ -386,7 +395,7 @@ class FlashAttentionForwardSm90:
                 cpasync.prefetch_descriptor(atom)
         allocator = cutlass.memory.SmemAllocator()
         storage = allocator.allocate(traits.storage())
-        mma_warps = traits.num_mma_warps
+        mma_warps, loaders = traits.num_mma_warps, self.query_loaders
         # Loading warps arrive with the bytes that TMA brings or with their copies, converting warps
         # with their part.
         loads = self.loading_warps * (COPY_ARRIVALS if const_expr(traits.copies_rows) else 1)
@@ -395,14 +404,14 @@ class FlashAttentionForwardSm90:
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
         ring, walk = scheduler_rings(
-            storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
+            storage, (loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
         )  # fmt: skip
         if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
             walk = replace(walk, tells_next=True)
         channels = Channels(
-            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
+            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loaders, mma_warps),
             k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
@@ -449,7 +458,7 @@ class FlashAttentionForwardSm90:
                     alternating=traits.cached_bias_blocks > 0, claims=claims,
                 )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
-                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
+                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks, partials)
             elif const_expr(not traits.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
@@ -497,7 +506,7 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def _clear_queries(self, storage: Any) -> None:
-        """Write zeros to the rows of query tiles, some of which nobody loads."""
+        """Write zeros to the rows of query tiles, because nobody loads some of them."""
         traits = self.traits
         rows = swizzled(storage.q, traits.layout_q())
         words = cute.make_tensor(
@@ -514,7 +523,7 @@ class FlashAttentionForwardSm90:
 
     def load_and_mask(
         self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
-        lengths: Lengths, masks: MaskArgs,
+        lengths: Lengths, masks: MaskArgs, partials: Any,
     ):  # fmt: skip
         """A mask warp that also loads its share of the rows or boxes of pages."""
         of_bits = self._rules(masks, lengths), self._mask_rows(mask_warp), tiles.bits, channels.bits
@@ -661,10 +670,8 @@ class FlashAttentionForwardSm90:
 
     def _has_cutters(self, masks: MaskArgs) -> bool:
         """Whether anything besides the end of the keys makes blocks partial."""
-        callables = (self.score_mod, self.mask_mod)
-        lists = (masks.columns, masks.bits, masks.mask_bits)
-        cutters = (self.is_causal, self.is_local, *callables, *lists)
-        return any(x is not None and x is not False for x in cutters)
+        cutters = self.score_mod, self.mask_mod, masks.columns, masks.bits, masks.mask_bits
+        return self.is_causal or self.is_local or any(x is not None for x in cutters)
 
     @cute.jit
     def _first_scores(

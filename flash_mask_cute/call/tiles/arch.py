@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.problem import AttentionProblem
@@ -13,6 +13,7 @@ from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
     SM90_STATISTICS,
+    SM90_TANGENT,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
@@ -121,7 +122,8 @@ class ArchSpec:
 
     name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
     the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
-    evaluated before attention. statistics: the kernel of statistics of P; None: there is none.
+    evaluated before attention. statistics: the kernel of statistics of P; tangent: that of forward
+    mode, with tiles of a forward; None: there is none.
     """
 
     name: str
@@ -130,13 +132,15 @@ class ArchSpec:
     load_columns: Callable[[], Any]
     reads_mask_bits: bool
     statistics: ForwardKernel | None = None
+    tangent: ForwardKernel | None = None
 
-    def kernel_of(self, problem: AttentionProblem) -> ForwardKernel:
-        """What runs the problem of a forward, or of statistics that the architecture has."""
-        if not problem.statistics:
-            return self.forward
-        assert self.statistics is not None
-        return self.statistics
+    def of(self, problem: AttentionProblem) -> ArchSpec:
+        """The same, with the kernel of statistics or of tangents in place of the forward for a
+        problem of them."""
+        forward = self.statistics if problem.statistics else None
+        if problem.is_tangent:
+            forward = self.tangent
+        return self if forward is None else replace(self, forward=forward)
 
 
 def _forward_sm90() -> Any:
@@ -157,10 +161,10 @@ def _statistics_sm90() -> Any:
     return AttentionStatisticsSm90
 
 
-def _statistics_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_statistics import StatisticsTraits
+def _tangent_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_tangent import AttentionTangentSm90
 
-    return StatisticsTraits
+    return AttentionTangentSm90
 
 
 def _backward_sm90() -> Any:
@@ -276,13 +280,23 @@ SM90 = ArchSpec(
         "AttentionStatisticsSm90",
         "statistics_sm90",
         _statistics_sm90,
-        _statistics_traits_sm90,
+        lambda: _statistics_sm90().traits_type,
         SM90_STATISTICS,
         packed_rows=64,
         causal_each=False,
         reads_fp8=False,
         decodes_whole=True,
-        most_head_dim=MAX_HEAD_DIM,
+    ),
+    tangent=ForwardKernel(
+        "AttentionTangentSm90",
+        "flash_tangent_sm90",
+        _tangent_sm90,
+        lambda: _tangent_sm90().traits_type,
+        SM90_TANGENT,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
+        most_head_dim=128,
     ),
 )
 
