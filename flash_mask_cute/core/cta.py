@@ -18,6 +18,8 @@ THREADS_PER_WARPGROUP = 128
 WARPS_PER_WARPGROUP = 4
 RING_STAGES = 4
 WALK_STAGES = 4
+# 32-bit words of a vector of 16 bytes
+WORDS_OF_VECTOR = 4
 
 
 def thread_in_warpgroup() -> Int32:
@@ -29,6 +31,20 @@ def swizzled(
 ) -> cute.Tensor:
     """The tensor with a layout in a member of a CTA's storage. dtype: if not the member's."""
     return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
+
+
+@cute.jit
+def clear_words(
+    smem: cute.Tensor, count: cutlass.Constexpr[int], num_threads: cutlass.Constexpr[int]
+) -> None:
+    """Write zeros to so many words of a tensor, with all threads of a CTA."""
+    words = cute.make_tensor(cute.recast_ptr(smem.iterator, dtype=Int32), cute.make_layout(count))
+    zeros = cute.make_rmem_tensor((WORDS_OF_VECTOR,), Int32)
+    zeros.fill(0)
+    for i in range(cute.arch.thread_idx()[0], count // WORDS_OF_VECTOR, num_threads):
+        cute.autovec_copy(zeros, cute.local_tile(words, (WORDS_OF_VECTOR,), (i,)))
+    # products and TMA use another proxy
+    cute.arch.fence_proxy("async.shared", space="cta")
 
 
 def launch_registers(num_warpgroups: int) -> int:

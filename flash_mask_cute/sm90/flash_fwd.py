@@ -60,6 +60,7 @@ from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     check_can_run,
+    clear_words,
     scheduler_rings,
     swizzled,
 )
@@ -113,8 +114,6 @@ from flash_mask_cute.sm90.warpgroups import (
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md#tiles-and-order).
 L2_SHARE = 24 * 1024 * 1024
-# 32-bit words of a vector of 16 bytes
-WORDS_OF_VECTOR = 4
 # keys of the largest TMA box of pages in fp8 for which several warps load
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
@@ -428,7 +427,8 @@ class FlashAttentionForwardSm90:
         if const_expr(traits.cached_bias_blocks > 0):
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
         if const_expr(traits.few_rows):
-            self._clear_queries(storage)
+            words = traits.stages_q * traits.tile_m * traits.tile_d // 2
+            clear_words(swizzled(storage.q, traits.layout_q()), words, traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
         sync_ctas(traits)
@@ -503,23 +503,6 @@ class FlashAttentionForwardSm90:
     def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
         is_split = self.split not in (None, ONE_FIXED_SPLIT)
         return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
-
-    @cute.jit
-    def _clear_queries(self, storage: Any) -> None:
-        """Write zeros to the rows of query tiles, because nobody loads some of them."""
-        traits = self.traits
-        rows = swizzled(storage.q, traits.layout_q())
-        words = cute.make_tensor(
-            cute.recast_ptr(rows.iterator, dtype=Int32),
-            cute.make_layout(traits.stages_q * traits.tile_m * traits.tile_d // 2),
-        )
-        zeros = cute.make_rmem_tensor((WORDS_OF_VECTOR,), Int32)
-        zeros.fill(0)
-        vectors = cute.size(words) // WORDS_OF_VECTOR
-        for i in range(cute.arch.thread_idx()[0], vectors, traits.num_threads):
-            cute.autovec_copy(zeros, cute.local_tile(words, (WORDS_OF_VECTOR,), (i,)))
-        # products and TMA use another proxy
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     def load_and_mask(
         self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
