@@ -34,10 +34,9 @@ def swizzled(
 
 
 @cute.jit
-def clear_words(
-    smem: cute.Tensor, count: cutlass.Constexpr[int], num_threads: cutlass.Constexpr[int]
-) -> None:
-    """Write zeros to so many words of a tensor, with all threads of a CTA."""
+def clear(smem: cute.Tensor, num_threads: cutlass.Constexpr[int]) -> None:
+    """Write zeros to a tensor, with all threads of a CTA."""
+    count = cute.cosize(smem.layout) * smem.element_type.width // Int32.width
     words = cute.make_tensor(cute.recast_ptr(smem.iterator, dtype=Int32), cute.make_layout(count))
     zeros = cute.make_rmem_tensor((WORDS_OF_VECTOR,), Int32)
     zeros.fill(0)

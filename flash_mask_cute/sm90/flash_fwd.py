@@ -60,7 +60,7 @@ from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     check_can_run,
-    clear_words,
+    clear,
     scheduler_rings,
     swizzled,
 )
@@ -427,8 +427,7 @@ class FlashAttentionForwardSm90:
         if const_expr(traits.cached_bias_blocks > 0):
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
         if const_expr(traits.few_rows):
-            words = traits.stages_q * traits.tile_m * traits.tile_d // 2
-            clear_words(swizzled(storage.q, traits.layout_q()), words, traits.num_threads)
+            clear(swizzled(storage.q, traits.layout_q()), traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
         sync_ctas(traits)
