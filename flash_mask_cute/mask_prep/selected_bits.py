@@ -168,9 +168,9 @@ def union_lists(of_any: Tensor, length: int) -> UnionLists:
     return lists
 
 
-def compile_union_lists(arch: str, cache: CompileCache = CACHE) -> Compiled:
+def compile_union_lists(arch: str) -> Compiled:
     """The compiled kernel. `function` takes the bits, and the tensors of `UnionLists`."""
-    return by_names("union_lists", {}, _build_lists, arch, cache)
+    return by_names("union_lists", {}, _build_lists, arch)
 
 
 def _build_lists(arch: str) -> Compiled:
