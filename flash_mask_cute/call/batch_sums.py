@@ -100,7 +100,7 @@ def _choose_short(plan: ExecutionPlan) -> SharedSums | None:
     """The kernel of short sequences; None: it cannot compute the call, or there are few of them."""
     problem, shapes, target = plan.problem, plan.shapes, plan.target
     score_mod, kernel = plan.masks.score_mod, arch_spec(target).backward
-    if kernel.load_entry_traits is None or _has_lengths_or_lists(problem):
+    if not kernel.has_entry_kernels or _has_lengths_or_lists(problem):
         return None
     has_few = shapes.batch * shapes.heads_q < LEAST_SHORT * target.num_sms
     has_groups = shapes.heads_q != shapes.heads_kv
@@ -173,7 +173,7 @@ _ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
 def _is_possible(plan: ExecutionPlan) -> bool:
     """Whether the kernel that sums gradients of aux tensors alone can compute the scores."""
     problem, choice = plan.problem, plan.bwd_choice
-    if arch_spec(plan.target).backward.load_entry_traits is None or choice.tile_n != TILE:
+    if not arch_spec(plan.target).backward.has_entry_kernels or choice.tile_n != TILE:
         return False
     if _has_lengths_or_lists(problem):
         return False

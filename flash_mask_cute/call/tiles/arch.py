@@ -72,6 +72,10 @@ class EntryKernels(NamedTuple):
     entries: Any
 
 
+def _absent() -> Any:
+    raise NotImplementedError("the architecture does not have these kernels")
+
+
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
@@ -80,9 +84,8 @@ class BackwardKernel(AttentionKernel):
     summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
     where they come first. gathers_queries: it takes each query's selection of key blocks as query
     lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
-    load_limits: loads the module with the limits of its threads and shared memory.
-    load_entry_kernels, load_entry_traits: load `EntryKernels`. None: it has no such limits or
-    kernels."""
+    has_limits: limits loads the module with the limits of its threads and shared memory.
+    has_entry_kernels: entry_kernels and entry_traits load `EntryKernels`."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -92,24 +95,11 @@ class BackwardKernel(AttentionKernel):
     pairs_take_turns: bool
     gathers_queries: bool = False
     has_lists_per_warpgroup: bool = False
-    load_limits: Callable[[], Any] | None = None
-    load_entry_kernels: Callable[[], EntryKernels] | None = None
-    load_entry_traits: Callable[[], EntryKernels] | None = None
-
-    def limits(self) -> Any:
-        """As `load_limits`, of a kernel that has them."""
-        assert self.load_limits is not None
-        return self.load_limits()
-
-    def entry_kernels(self) -> EntryKernels:
-        """As `load_entry_kernels`, of a kernel that has them beside it."""
-        assert self.load_entry_kernels is not None
-        return self.load_entry_kernels()
-
-    def entry_traits(self) -> EntryKernels:
-        """As `load_entry_traits`, of a kernel that has them beside it."""
-        assert self.load_entry_traits is not None
-        return self.load_entry_traits()
+    has_limits: bool = False
+    has_entry_kernels: bool = False
+    limits: Callable[[], Any] = _absent
+    entry_kernels: Callable[[], EntryKernels] = _absent
+    entry_traits: Callable[[], EntryKernels] = _absent
 
 
 @dataclass(frozen=True)
@@ -128,28 +118,36 @@ class ArchSpec:
     reads_mask_bits: bool
 
 
-def _forward_sm90() -> Any:
+class _Classes(NamedTuple):
+    """The kernels of an architecture; or their traits, which load faster, and its columns."""
+
+    forward: Any
+    backward: Any
+    entries: Any = None
+    columns: Any = None
+
+
+def _kernels_sm90() -> _Classes:
+    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
+    from flash_mask_cute.sm90.flash_bwd_entries import EntryBackwardSm90
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90
+    from flash_mask_cute.sm90.flash_bwd_short import ShortBackwardSm90
     from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
 
-    return FlashAttentionForwardSm90
+    entries = EntryKernels(SharedGradientsSm90, ShortBackwardSm90, EntryBackwardSm90)
+    return _Classes(FlashAttentionForwardSm90, FlashAttentionBackwardSm90, entries)
 
 
-def _forward_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
-
-    return FwdTraits
-
-
-def _backward_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
-
-    return FlashAttentionBackwardSm90
-
-
-def _backward_traits_sm90() -> Any:
+def _traits_sm90() -> _Classes:
+    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
+    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
+    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
     from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
+    from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
+    from flash_mask_cute.sm90.wgmma import COLUMNS
 
-    return BwdTraits
+    entries = EntryKernels(SharedTraits, ShortTraits, EntryTraits)
+    return _Classes(FwdTraits, BwdTraits, entries, COLUMNS)
 
 
 def _limits_sm90() -> Any:
@@ -158,63 +156,26 @@ def _limits_sm90() -> Any:
     return flash_bwd_limits
 
 
-def _entry_kernels_sm90() -> EntryKernels:
-    from flash_mask_cute.sm90.flash_bwd_entries import EntryBackwardSm90
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90
-    from flash_mask_cute.sm90.flash_bwd_short import ShortBackwardSm90
-
-    return EntryKernels(SharedGradientsSm90, ShortBackwardSm90, EntryBackwardSm90)
-
-
-def _entry_traits_sm90() -> EntryKernels:
-    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
-    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
-
-    return EntryKernels(SharedTraits, ShortTraits, EntryTraits)
-
-
-def _columns_sm90() -> Any:
-    from flash_mask_cute.sm90.wgmma import COLUMNS
-
-    return COLUMNS
-
-
-def _forward_sm100() -> Any:
+def _kernels_sm100() -> _Classes:
+    from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100
     from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
 
-    return FlashAttentionForwardSm100
+    return _Classes(FlashAttentionForwardSm100, FlashAttentionBackwardSm100)
 
 
-def _forward_traits_sm100() -> Any:
-    from flash_mask_cute.sm100.flash_fwd_traits import FwdTraits
-
-    return FwdTraits
-
-
-def _backward_sm100() -> Any:
-    from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100
-
-    return FlashAttentionBackwardSm100
-
-
-def _backward_traits_sm100() -> Any:
+def _traits_sm100() -> _Classes:
     from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
-
-    return BwdTraits
-
-
-def _columns_sm100() -> Any:
+    from flash_mask_cute.sm100.flash_fwd_traits import FwdTraits
     from flash_mask_cute.sm100.umma import COLUMNS
 
-    return COLUMNS
+    return _Classes(FwdTraits, BwdTraits, columns=COLUMNS)
 
 
 SM90_BACKWARD = BackwardKernel(
     "FlashAttentionBackwardSm90",
     "flash_bwd_sm90",
-    _backward_sm90,
-    _backward_traits_sm90,
+    lambda: _kernels_sm90().backward,
+    lambda: _traits_sm90().backward,
     SM90_BWD,
     "accumulators",
     splits_groups=True,
@@ -223,17 +184,19 @@ SM90_BACKWARD = BackwardKernel(
     pairs_take_turns=False,
     gathers_queries=True,
     has_lists_per_warpgroup=True,
-    load_limits=_limits_sm90,
-    load_entry_kernels=_entry_kernels_sm90,
-    load_entry_traits=_entry_traits_sm90,
+    has_limits=True,
+    has_entry_kernels=True,
+    limits=_limits_sm90,
+    entry_kernels=lambda: _kernels_sm90().entries,
+    entry_traits=lambda: _traits_sm90().entries,
 )
 SM90 = ArchSpec(
     "Hopper",
     ForwardKernel(
         "FlashAttentionForwardSm90",
         "flash_fwd_sm90",
-        _forward_sm90,
-        _forward_traits_sm90,
+        lambda: _kernels_sm90().forward,
+        lambda: _traits_sm90().forward,
         SM90_FWD,
         packed_rows=64,
         causal_each=True,
@@ -246,7 +209,7 @@ SM90 = ArchSpec(
         decode_costs=HOPPER_COSTS,
     ),
     SM90_BACKWARD,
-    _columns_sm90,
+    lambda: _traits_sm90().columns,
     reads_mask_bits=True,
 )
 
@@ -258,8 +221,8 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
         ForwardKernel(
             "FlashAttentionForwardSm100",
             "flash_fwd_sm100",
-            _forward_sm100,
-            _forward_traits_sm100,
+            lambda: _kernels_sm100().forward,
+            lambda: _traits_sm100().forward,
             SM103_FWD if fast_exp else SM100_FWD,
             packed_rows=32,
             causal_each=False,
@@ -269,8 +232,8 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
         BackwardKernel(
             "FlashAttentionBackwardSm100",
             "flash_bwd_sm100",
-            _backward_sm100,
-            _backward_traits_sm100,
+            lambda: _kernels_sm100().backward,
+            lambda: _traits_sm100().backward,
             SM100_BWD,
             "lanes",
             splits_groups=False,
@@ -278,7 +241,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             orders_aux=False,
             pairs_take_turns=True,
         ),
-        _columns_sm100,
+        lambda: _traits_sm100().columns,
         reads_mask_bits=False,
     )
 
