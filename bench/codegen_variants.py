@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_args
 
-from flash_mask_cute.call.batch_sums import build_shared_sums, build_short
+from flash_mask_cute.call.batch_sums import build_shared_sums
 from flash_mask_cute.call.build_backward import (
     Padding,
     PaddingFacts,
@@ -501,7 +501,7 @@ def _short(d: int, mods: Mods, tile: ShortTile, target: Target) -> Compiled:
         kernel=arch_spec(target).backward,
     )
     numbers = (0,) if aux else ()
-    return build_short(
+    return build_shared_sums(
         mods.score_mod, problem, choice, SharedSums(numbers, 1, (), (), tile), target
     )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.arguments import OptionalTensors
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.call.tiles.config import BwdChoice, FwdTiles
+from flash_mask_cute.call.tiles.config import BwdChoice
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
 from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
@@ -155,14 +155,6 @@ def _lists(x: AttentionProblem, _: Any) -> Any:
     return strided(3), strided(4), *full
 
 
-def _mask_bits_fwd(x: AttentionProblem, tiles: FwdTiles) -> Any:
-    return _mask_bits(x, BitTiles.for_forward(tiles.tile_m, tiles.tile_n))
-
-
-def _counter_fwd(x: AttentionProblem, _: Any) -> Any:
-    return None if x.split == BY_STREAM_K else fake_tensors.counter()
-
-
 def _partials(x: AttentionProblem, _: Any) -> Any:
     """Destination of the splits of work tiles."""
     import cutlass
@@ -216,11 +208,17 @@ FORWARD = (
     KernelOperand("blocksparse_tensors", "lists", _lists),
     _AUX_TENSORS,
     _SOFTCAP,
-    KernelOperand("tile_counter", "counter", _counter_fwd),
+    KernelOperand(
+        *("tile_counter", "counter"),
+        lambda x, _: None if x.split == BY_STREAM_K else fake_tensors.counter(),
+    ),
     _COLUMNS,
     KernelOperand("block_size", "block_size", lambda x, _: int32_pair() if x.has_lists else None),
     _BLOCK_BITS,
-    KernelOperand("mask_bit_tensors", "mask_bits", _mask_bits_fwd),
+    KernelOperand(
+        *("mask_bit_tensors", "mask_bits"),
+        lambda x, tiles: _mask_bits(x, BitTiles.for_forward(tiles.tile_m, tiles.tile_n)),
+    ),
     KernelOperand(
         "query_chunk", "query_chunk", lambda x, _: int32_pair() if x.reads_mask_bits else None
     ),
@@ -251,14 +249,6 @@ def _stats(x: AttentionProblem, choice: BwdChoice) -> Any:
     return scratch(stats_words(choice.tiles.tile_m, *of_rows))
 
 
-def _dq_accum(_: AttentionProblem, choice: BwdChoice) -> Any:
-    return scratch(choice.tiles.tile_m * choice.tile_d)
-
-
-def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
-    return None if choice.tiles.clears_dq else strided(2)
-
-
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:
     """Whether several CTAs have the same keys, and leave partial sums of dK and dV."""
     return choice.tiles.splits_group or x.query_lists > 0
@@ -285,18 +275,16 @@ def _aux_grads(x: AttentionProblem, _: Any) -> Any:
     return tuple(map(sums, x.wants_aux)) or None
 
 
-def _mask_bits_bwd(x: AttentionProblem, choice: BwdChoice) -> Any:
-    return _mask_bits(x, BitTiles.for_backward(choice.tiles.tile_m, choice.tile_n))
-
-
 BACKWARD = (
     KernelOperand("mQ", "q", _q),
     KernelOperand("mK", "k", _k),
     KernelOperand("mV", "v", _v),
     KernelOperand("mdO", "dout", _out),
     KernelOperand("mStats", "stats", _stats),
-    KernelOperand("mdQaccum", "dq_accum", _dq_accum),
-    KernelOperand("mSemaphores", "semaphores", _semaphores),
+    KernelOperand("mdQaccum", "dq_accum", lambda _, y: scratch(y.tiles.tile_m * y.tile_d)),
+    KernelOperand(
+        "mSemaphores", "semaphores", lambda _, y: None if y.tiles.clears_dq else strided(2)
+    ),
     KernelOperand("mdK", "dk_sums", _dk),
     KernelOperand("mdV", "dv_sums", _dv),
     _SCALE,
@@ -309,6 +297,9 @@ BACKWARD = (
     _COLUMNS,
     _BLOCK_BITS,
     KernelOperand("aux_grads", "aux_grads", _aux_grads),
-    KernelOperand("mask_bit_tensors", "mask_bits", _mask_bits_bwd),
+    KernelOperand(
+        *("mask_bit_tensors", "mask_bits"),
+        lambda x, y: _mask_bits(x, BitTiles.for_backward(y.tiles.tile_m, y.tile_n)),
+    ),
     _Q_START,
 )

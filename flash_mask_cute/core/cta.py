@@ -1,6 +1,7 @@
 """Resources of a CTA on every architecture, and the rings that its scheduler warp writes."""
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -18,6 +19,9 @@ THREADS_PER_WARPGROUP = 128
 WARPS_PER_WARPGROUP = 4
 RING_STAGES = 4
 WALK_STAGES = 4
+
+
+_Traits = TypeVar("_Traits")
 
 
 def thread_in_warpgroup() -> Int32:
@@ -43,6 +47,12 @@ def registers_left(num_warpgroups: int, taken: int) -> int:
         launch gave the CTA would block forever.
     """
     return launch_registers(num_warpgroups) * num_warpgroups - taken
+
+
+def traits_of(kernel: Any, kind: type[_Traits], **given: Any) -> _Traits:
+    """The traits of an attention kernel: those given, the others its options of the same names."""
+    same = {x.name for x in fields(kernel)} & {x.name for x in fields(kind)} - given.keys()
+    return kind(**{name: getattr(kernel, name) for name in same}, **given)
 
 
 def check_can_run(traits: Any) -> None:
