@@ -49,6 +49,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     keys_exist,
     mma_warp,
     statistic,
+    store_grads,
 )
 from flash_mask_cute.sm90.entry_loads import EntryOutputs, EntrySources, load_words
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
@@ -62,7 +63,6 @@ from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    store_rows,
     sync_warpgroup,
 )
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
@@ -322,7 +322,7 @@ class ShortBackwardSm90:
                         traits, self._statistics(tiles, stage, b), self._added(tiles, b), exist,
                         score_args.scales, accs, (probs, grads),
                     )  # fmt: skip
-                    self._store_grads(b, tiles.ds, grads)
+                    store_grads(traits, tiles.ds, grads, b)
                 operand = wgmma.words_as_operand_a(probs, traits.dtype)
                 first_step = b * traits.block_m // 16
                 dO = do_by_cols[None, None, None, dp_stage]
@@ -399,13 +399,8 @@ class ShortBackwardSm90:
 
     def _places(self, part: ShortPart, extents: ShortExtents, b: int) -> Places:
         """Of a block of queries."""
-        thread = thread_in_warpgroup()
-
-        def of(r: int, c: int) -> tuple[Int32, Int32]:
-            query = b * self.traits.block_m + wgmma.first_col_of(thread) + wgmma.col_offset(c)
-            return query, mma_warpgroup_idx() * ROWS_PER_WARPGROUP + wgmma.row_of(thread, r)
-
-        return Places(of, part.head_idx, extents.seqlen_q, extents.seqlen_k)
+        first_key = mma_warpgroup_idx() * ROWS_PER_WARPGROUP
+        return Places.create(b * self.traits.block_m, first_key, part.head_idx, *extents[:2])
 
     def _added(self, tiles: ShortTiles, b: int) -> cute.Tensor | None:
         """Shared memory for what is added to scores of this thread in a block."""
@@ -430,14 +425,6 @@ class ShortBackwardSm90:
         traits, base = self.traits, tiles.stats[None, stage].iterator
         starts = (i * traits.stats_rows + b * traits.block_m for i in range(traits.num_stats))
         return tuple(statistic(base + start, traits.block_m) for start in starts)
-
-    def _store_grads(self, b: int, smem: cute.Tensor, words: cute.Tensor) -> None:
-        """Write dS^T of a block, with the keys of a query contiguous."""
-        traits = self.traits
-        values = wgmma.rounded_values(words, traits.dtype)
-        by_keys = wgmma.transposed(smem)[None, None, mma_warpgroup_idx()]
-        block = cute.local_tile(by_keys, (ROWS_PER_WARPGROUP, traits.block_m), (0, b))
-        store_rows(values, traits.mma_words(traits.block_m), block, transposes=True)
 
     # -- sums -----------------------------------------------------------------------------------
 
