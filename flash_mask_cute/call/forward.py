@@ -88,7 +88,8 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` reports."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    kernel = arch_spec(target).forward.load_class()(
+    forward = arch_spec(target).forward
+    kernel = forward.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
@@ -108,7 +109,7 @@ def build_fwd(
         **({"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}),
         **({"shares_mask": True} if problem.shares_mask else {}),
         **({"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}),
-        **tiles.arguments(arch_spec(target).forward),
+        **forward.options(tiles),
     )
     smem_bytes = kernel.traits.smem_bytes
     arguments = fakes(FORWARD, problem, tiles)

@@ -35,6 +35,11 @@ def swizzled(
     return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
 
+def transposed(smem: cute.Tensor) -> cute.Tensor:
+    """The (cols, rows, stages) view of a (rows, cols, stages) tensor."""
+    return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
+
+
 def launch_registers(num_warpgroups: int) -> int:
     """Registers per thread at launch, for a CTA that has an SM to itself."""
     return REGISTER_FILE // (THREADS_PER_WARPGROUP * num_warpgroups) // 8 * 8

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.core.cta import thread_in_warpgroup, transposed
 from flash_mask_cute.core.marked_rows import clear_row
 from flash_mask_cute.core.row_blocks import MARKS_PER_WORD
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
@@ -133,7 +133,7 @@ def differentiate(
 def store_grads(traits: Any, smem: cute.Tensor, words: cute.Tensor, block: int = 0) -> None:
     """Write dS^T of a block in (queries, 64 keys, warpgroups), a query's keys contiguous."""
     values = wgmma.rounded_values(words, traits.dtype)
-    by_keys = wgmma.transposed(smem)[None, None, mma_warpgroup_idx()]
+    by_keys = transposed(smem)[None, None, mma_warpgroup_idx()]
     tile = cute.local_tile(by_keys, (wgmma.ROWS_PER_WARPGROUP, traits.block_m), (0, block))
     store_rows(values, traits.mma_words(traits.block_m), tile, transposes=True)
 

@@ -29,7 +29,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup, transposed
 from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.rules.mask_rules import WindowArgs
@@ -390,14 +390,14 @@ class EntryBackwardSm90:
         """Start adding to dV or dK; words: P or dS."""
         mma = self.traits.mma_words(wgmma.num_cols(acc))
         operand = wgmma.words_as_operand_a(words, self.traits.dtype)
-        rows = wgmma.operand_b(mma, wgmma.transposed(smem))[None, None, None, stage]
+        rows = wgmma.operand_b(mma, transposed(smem))[None, None, None, stage]
         wgmma.issue(mma, acc, operand, rows, adds)
 
     def _dq(self, tiles: EntryTiles, unit: Int32) -> cute.Tensor:
         """Start dQ of a block."""
         mma, acc = self.traits.mma_dq(), wgmma.make_accumulator(self.traits.cols[0])
         a = wgmma.operand_a(mma, tiles.ds)[None, None, None, mma_warpgroup_idx()]
-        b = wgmma.operand_b(mma, wgmma.transposed(tiles.k))[None, None, None, unit]
+        b = wgmma.operand_b(mma, transposed(tiles.k))[None, None, None, unit]
         wgmma.issue(mma, acc, a, b, False)
         return acc
 

@@ -34,7 +34,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup, transposed
 from flash_mask_cute.core.marked_rows import clear_row
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.warp_scan import WARP
@@ -293,7 +293,7 @@ class ShortBackwardSm90:
         exist = keys_exist(group * ROWS_PER_WARPGROUP, extents.seqlen_k)
         mma_scores, mma_dv = traits.mma_scores(), traits.mma_words(traits.cols[1])
         keys, values = (wgmma.operand_a(mma_scores, x) for x in (tiles.k, tiles.v))
-        do_by_cols = wgmma.operand_b(mma_dv, wgmma.transposed(tiles.do))
+        do_by_cols = wgmma.operand_b(mma_dv, transposed(tiles.do))
         # sums of dS over entries, of each block
         totals = [
             wgmma.make_accumulator(traits.block_m) for _ in range(traits.num_blocks * traits.sums)
@@ -437,9 +437,9 @@ class ShortBackwardSm90:
         """dK of this warpgroup's keys, and dQ of its groups of queries, or of the last group."""
         traits = self.traits
         mma_dk, mma_dq = traits.mma_dk(), traits.mma_dq()
-        by_keys = wgmma.operand_a(mma_dk, wgmma.transposed(tiles.ds))
-        q_by_cols = wgmma.operand_b(mma_dk, wgmma.transposed(tiles.q))
-        k_by_cols = wgmma.operand_b(mma_dq, wgmma.transposed(tiles.k))
+        by_keys = wgmma.operand_a(mma_dk, transposed(tiles.ds))
+        q_by_cols = wgmma.operand_b(mma_dk, transposed(tiles.q))
+        k_by_cols = wgmma.operand_b(mma_dq, transposed(tiles.k))
         acc_dK, accs_dQ = wgmma.make_accumulator(traits.cols[0]), []
         own = by_keys[None, None, None, mma_warpgroup_idx()]
         queries = q_by_cols[None, None, None, stage]

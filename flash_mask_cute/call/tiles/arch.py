@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.tiles.decode_costs import HOPPER_COSTS, DecodeCosts
@@ -16,6 +16,7 @@ from flash_mask_cute.call.tiles.tables import (
     SM103_FWD,
 )
 from flash_mask_cute.limits import MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM
+from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import Target
 
 DqOrder: TypeAlias = Literal["accumulators", "lanes"]
@@ -34,6 +35,22 @@ class AttentionKernel:
     cache_name: str
     load_class: Callable[[], Any]
     load_traits: Callable[[], Any]
+
+    @tells_what_to_install()
+    def traits(self, head_dim: int, head_dim_v: int, tiles: Any, **more: Any) -> Any:
+        """The traits for tiles (`FwdTiles`, `BwdTiles`): their fields of the same names, and more.
+        The dtype, of 16 bits, does not matter here."""
+        from cutlass import BFloat16  # here: a package import must not wait for the compiler's
+
+        kind = self.load_traits()
+        same = {x.name for x in fields(kind)} & asdict(tiles).keys()
+        by_name = {name: getattr(tiles, name) for name in same}
+        return kind(BFloat16, head_dim=head_dim, head_dim_v=head_dim_v, **by_name, **more)
+
+    def options(self, tiles: Any) -> dict[str, Any]:
+        """The fields of tiles that the kernel's class takes; others are for other architectures."""
+        names = {x.name for x in fields(self.load_class())}
+        return {name: value for name, value in asdict(tiles).items() if name in names}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from flash_mask_cute.call.tiles.rows import (
     rows_for,
 )
 from flash_mask_cute.core.packed_heads import padded_group
-from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import H200_SMS
 
 # fewer queries than this leave most of a tile empty unless heads share it
@@ -51,13 +50,6 @@ class FwdTiles:
     cta_pair: bool = False
     skip_blocks: bool = True
     polynomial: int = 0
-
-    def arguments(self, kernel: ForwardKernel) -> dict[str, Any]:
-        """The fields that a kernel's class takes."""
-        fields = asdict(self)
-        if not kernel.has_polynomial:
-            del fields["polynomial"]
-        return fields
 
     @property
     def cluster_tile_m(self) -> int:
@@ -274,7 +266,6 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
     return "; ".join(parts)
 
 
-@tells_what_to_install()
 def check_feasible(
     head_dim: int,
     head_dim_v: int,
@@ -283,26 +274,13 @@ def check_feasible(
     more: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[int, str | None]:
     """Shared memory in bytes, and why these tiles cannot run (by the traits). more: see `_fit`."""
-    from cutlass import BFloat16  # here: a package import must not wait for the compiler's
-
     if tiles.polynomial and not kernel.has_polynomial:
         return 0, f"polynomial must be 0 but on Blackwell, got {tiles.polynomial}"
     if tiles.polynomial % POLYNOMIAL_STEP or tiles.polynomial > MOST_POLYNOMIAL:
         steps = f"a multiple of {POLYNOMIAL_STEP} up to {MOST_POLYNOMIAL}"
         return 0, f"polynomial must be {steps}, got {tiles.polynomial}"
-    traits = kernel.load_traits()(
-        BFloat16,
-        head_dim,
-        head_dim_v,
-        tiles.tile_m,
-        tiles.tile_n,
-        packed_heads=1,
-        stages_kv=tiles.num_stages,
-        stages_q=tiles.stages_q,
-        share_qo=tiles.share_qo,
-        cta_pair=tiles.cta_pair,
-        **dict(more),
-    )
+    of_tiles = {"packed_heads": 1, "stages_kv": tiles.num_stages}
+    traits = kernel.traits(head_dim, head_dim_v, tiles, **of_tiles, **dict(more))
     return traits.smem_bytes, traits.infeasible()
 
 
@@ -431,11 +409,13 @@ def select_bwd_config(
     for row in rows[: len(special) + 1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            has_score_mod = modifier == "score_mod"
             of_lists = {"packed_heads": listed_rows, "shares_tile": query_lists == 64}
-            traits = _bwd_traits(
-                *(kernel, head_dim, head_dim_v, tiles, has_score_mod),
-                of_lists if query_lists else {},
+            traits = kernel.traits(
+                *(head_dim, head_dim_v, tiles),
+                # tiles are chosen before it is known whether masks may empty rows
+                has_marks=True,
+                has_reference=modifier == "score_mod",
+                **(of_lists if query_lists else {}),
             )
             why_not = traits.infeasible()
             if why_not is None:
@@ -496,32 +476,3 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
         fewer: dict[str, Any] = dict(zip(free, stages, strict=True))
         for value_cols in dict.fromkeys(kept):
             yield replace(wanted, value_cols=value_cols, **fewer)
-
-
-@tells_what_to_install()
-def _bwd_traits(
-    kernel: BackwardKernel,
-    head_dim: int,
-    head_dim_v: int,
-    tiles: BwdTiles,
-    has_score_mod: bool,
-    of_lists: dict[str, Any],
-) -> Any:
-    from cutlass import BFloat16  # here: a package import must not wait for the compiler's
-
-    return kernel.load_traits()(
-        BFloat16,
-        head_dim,
-        head_dim_v,
-        tiles.tile_m,
-        stages_q=tiles.stages_q,
-        stages_do=tiles.stages_do,
-        stages_kv=tiles.stages_kv,
-        value_cols=tiles.value_cols,
-        cta_pair=tiles.cta_pair,
-        **({"splits_keys": tiles.splits_keys} if kernel.splits_keys else {}),
-        # tiles are chosen before it is known whether masks may empty rows
-        has_marks=True,
-        has_reference=has_score_mod,
-        **of_lists,
-    )
