@@ -95,7 +95,9 @@ def _attend_sequence(
             tile = walk.tile(m_block, n_block)
             heads, visible = walk.visible(tile)
             if heads.any():
-                scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
+                scores = walk.capped_scores(q[..., rows, :], k[..., keys, :])
+                if modify is not None:
+                    modify(scores, tile, heads)
                 scores.masked_fill_(~visible, NEG_INF)
                 softmax.add(scores, v[..., keys, :])
         result = splits.combined()
@@ -103,21 +105,6 @@ def _attend_sequence(
         lse[..., rows], low[..., rows] = result.lse_and_low()
         largest[..., rows] = softmax.row_max
     return out, lse, low, largest
-
-
-def _score_tile(
-    q: Tensor,
-    k: Tensor,
-    tile: Tile,
-    heads: Tensor,
-    walk: SequenceWalk,
-    modify: Callable[[Tensor, Tile, Tensor], None] | None,
-) -> Tensor:
-    """Scores of one tile, before masking."""
-    scores = walk.capped_scores(q, k)
-    if modify is not None:
-        modify(scores, tile, heads)
-    return scores
 
 
 def _modify(
@@ -130,17 +117,9 @@ def _modify(
 ) -> None:
     """Apply score_mod to scores (heads_kv, lanes, rows, keys) of the given heads, in float32."""
     for of_head in heads_in_tile(tile, heads):
-        of_head.part(scores).copy_(
-            eval_score_mod(
-                score_mod,
-                of_head.part(scores).float(),
-                aux_tensors,
-                batch_idx,
-                of_head.head_idx,
-                of_head.q_idx,
-                of_head.k_idx,
-            )
-        )
+        part = of_head.part(scores)
+        place = batch_idx, of_head.head_idx, of_head.q_idx, of_head.k_idx
+        part.copy_(eval_score_mod(score_mod, part.float(), aux_tensors, *place))
 
 
 class _Result(NamedTuple):
