@@ -29,7 +29,6 @@ from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import (
-    BwdWalkFacts,
     WalkFacts,
     select_bwd_config,
     select_fwd_config,
@@ -158,8 +157,10 @@ def compile_variant(name: str) -> Built:
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
-            walk=BwdWalkFacts(
-                variant.window, problem.has_bits, lists_per_warpgroup=variant.block_size
+            walk=WalkFacts(
+                variant.window,
+                has_lists=problem.has_bits,
+                lists_per_warpgroup=variant.block_size,
             ),
             listed_rows=problem.listed_rows,
             query_lists=problem.query_lists,

@@ -118,12 +118,6 @@ def _chained_reduce(values: Sequence[Float32], op: BinaryOp) -> Float32:
     return partial[0]
 
 
-def quad_reduce(value: Float32, op: BinaryOp) -> Float32:
-    """Combine a value over the four lanes that share an accumulator row."""
-    value = op(value, cute.arch.shuffle_sync_bfly(value, offset=1))
-    return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
-
-
 def _add(a: Float32, b: Float32) -> Float32:
     return a + b
 
@@ -168,7 +162,8 @@ class QuadRows:
         self.coefficients = coefficients
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
-        return quad_reduce(value, op)
+        value = op(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+        return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
 
     def exponentials(
         self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32

@@ -94,7 +94,6 @@ from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.cached_bias import CachedBiasRows
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
 from flash_mask_cute.sm90.flash_fwd_mainloop import (
-    BlockFacts,
     Channels,
     FwdSmem,
     KeyBlocks,
@@ -555,11 +554,9 @@ class FlashAttentionForwardSm90:
             channels,
             scales,
             masks.aux_tensors,
-            BlockFacts(
-                can_be_cut=self._can_be_cut(masks),
-                keeps_largest=epilogue.lse.largest is not None,
-                rows_alone=self.split in ORDERED,
-            ),
+            self._can_be_cut(masks),
+            keeps_largest=epilogue.lse.largest is not None,
+            rows_alone=self.split in ORDERED,
         )
         first_S = wgmma.make_accumulator(traits.tile_n)  # (64, tile_n) of the warpgroup
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately

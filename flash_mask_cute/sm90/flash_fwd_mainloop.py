@@ -105,17 +105,9 @@ class MainloopState(NamedTuple):
         return MainloopState.start()._replace(block=self.block + 1, cut=self.cut)
 
 
-class BlockFacts(NamedTuple):
-    """can_be_cut: a later block may be partial. keeps_largest, rows_alone: `OnlineSoftmax`."""
-
-    can_be_cut: bool
-    keeps_largest: bool
-    rows_alone: bool
-
-
 @dataclass(frozen=True)
 class KeyBlocks:
-    """What the steps of an MMA warpgroup share.
+    """What the steps of an MMA warpgroup share. can_be_cut: blocks after the first may be partial.
 
     acc_O: fp32 (64, tile_dv), O of the work tile so far, not yet divided by the sums of `softmax`.
     kept_q: the first columns of the query, in registers, or None (`FwdTraits.query_steps`).
@@ -124,7 +116,7 @@ class KeyBlocks:
 
     traits: cutlass.Constexpr[FwdTraits]
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
-    facts: cutlass.Constexpr[BlockFacts]
+    can_be_cut: cutlass.Constexpr[bool]
     score_traits: cutlass.Constexpr[ScoreModTraits]
     tiles: FwdSmem
     channels: Channels
@@ -143,8 +135,10 @@ class KeyBlocks:
         channels: Channels,
         scales: ScoreScales,
         aux_tensors: Any,
-        facts: BlockFacts,
+        can_be_cut: bool,
+        **of_softmax: bool,
     ) -> "KeyBlocks":
+        """of_softmax: keeps_largest and rows_alone of `OnlineSoftmax`."""
         score_traits = ScoreModTraits()
         if score_mod is not None:
             score_traits = ScoreModTraits.create(score_mod, aux_tensors)
@@ -155,8 +149,7 @@ class KeyBlocks:
             traits.dtype,
             QuadRows(*traits.polynomial if computes_functions else ()),
             None if score_mod is None else score_traits.factor,
-            facts.keeps_largest,
-            facts.rows_alone,
+            **of_softmax,
         )
         kept_q = None
         if score_mod is None and traits.query_steps > 0:
@@ -166,7 +159,7 @@ class KeyBlocks:
         return KeyBlocks(
             traits,
             score_mod,
-            facts,
+            can_be_cut,
             score_traits,
             tiles,
             channels,
@@ -194,7 +187,7 @@ class KeyBlocks:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The possible kinds of blocks after a walk's first one."""
-        return (Kind.PARTIAL, Kind.FULL) if self.facts.can_be_cut else (Kind.FULL,)
+        return (Kind.PARTIAL, Kind.FULL) if self.can_be_cut else (Kind.FULL,)
 
     @property
     def may_pass_over(self) -> bool:
@@ -204,7 +197,7 @@ class KeyBlocks:
     @property
     def _has_any_bits(self) -> bool:
         """Whether mask warps write `FwdSmem.any_bits`."""
-        return self.traits.passes_over and self.facts.can_be_cut
+        return self.traits.passes_over and self.can_be_cut
 
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over a block of this kind writes P to other words than it reads."""

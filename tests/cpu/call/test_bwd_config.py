@@ -11,7 +11,7 @@ import pytest
 from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.call.tiles.arch import SM100
-from flash_mask_cute.call.tiles.config import BwdTiles, BwdWalkFacts, select_bwd_config
+from flash_mask_cute.call.tiles.config import BwdTiles, WalkFacts, select_bwd_config
 from flash_mask_cute.call.tiles.tables import SM90_BWD, SM100_BWD
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
@@ -26,7 +26,7 @@ def test_a_row_runs_as_written(row: Any) -> None:
     if row.query_lists:
         more = {"query_lists": row.query_lists, "listed_rows": 16}
     elif row.lists_per_warpgroup:
-        more = {"walk": BwdWalkFacts(has_lists=True, lists_per_warpgroup=(64, 64))}
+        more = {"walk": WalkFacts(has_lists=True, lists_per_warpgroup=(64, 64))}
     choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **more)
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
@@ -47,7 +47,7 @@ def test_lists_of_warpgroups_have_rows_of_their_own() -> None:
             choice = select_bwd_config(
                 *(dim, dim, "other"),
                 deterministic=is_ordered,
-                walk=BwdWalkFacts(has_lists=True, lists_per_warpgroup=size),
+                walk=WalkFacts(has_lists=True, lists_per_warpgroup=size),
             )
             assert choice.tiles.clears_dq == is_own
             assert choice.own_keys_nest_in(size) or not is_own
@@ -341,16 +341,16 @@ def test_pairs_of_blackwell() -> None:
     for dims in ((96, 96), (128, 64), (64, 128), (192, 192), (256, 128), (128, 256), (256, 192)):
         assert not takes_pairs(*dims, **long)
     for walk, in_pairs in (
-        (BwdWalkFacts(window=512), True),
-        (BwdWalkFacts(window=511), False),
-        (BwdWalkFacts(has_lists=True), False),
+        (WalkFacts(window=512), True),
+        (WalkFacts(window=511), False),
+        (WalkFacts(has_lists=True), False),
     ):
         for d in (128, 192):
             for deterministic in (False, True):
                 given = {"walk": walk, "deterministic": deterministic}
                 assert takes_pairs(d, 128, **long, **given) == in_pairs
                 assert takes_pairs(d, 128, override=asks, **given)
-    assert takes_pairs(256, 256, walk=BwdWalkFacts(window=100, has_lists=True))
+    assert takes_pairs(256, 256, walk=WalkFacts(window=100, has_lists=True))
     for dims in ((128, 128), (192, 128), (256, 256)):
         for what in SEQUENTIAL_SPLITS:
             assert takes_pairs(*dims, **long, **ALONE[what])
