@@ -118,6 +118,12 @@ def _chained_reduce(values: Sequence[Float32], op: BinaryOp) -> Float32:
     return partial[0]
 
 
+def quad_reduce(value: Float32, op: BinaryOp) -> Float32:
+    """Combine a value over the four lanes that share an accumulator row."""
+    value = op(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
 def _add(a: Float32, b: Float32) -> Float32:
     return a + b
 
@@ -162,8 +168,7 @@ class QuadRows:
         self.coefficients = coefficients
 
     def across(self, value: Float32, op: BinaryOp) -> Float32:
-        value = op(value, cute.arch.shuffle_sync_bfly(value, offset=1))
-        return op(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+        return quad_reduce(value, op)
 
     def exponentials(
         self, scores: Sequence[Float32], scale_log2: Float32, bias: Float32

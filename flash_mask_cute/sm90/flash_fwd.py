@@ -94,6 +94,7 @@ from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.cached_bias import CachedBiasRows
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
 from flash_mask_cute.sm90.flash_fwd_mainloop import (
+    BlockFacts,
     Channels,
     FwdSmem,
     KeyBlocks,
@@ -380,9 +381,8 @@ class FlashAttentionForwardSm90:
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
+            tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
-        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
-            walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
             k=traits.channel_k(storage, loads_kv),
@@ -396,7 +396,7 @@ class FlashAttentionForwardSm90:
         codes = None
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
-            codes = Codes.create(traits, storage_of_codes, loads)
+            codes = Codes.create(traits, storage_of_codes, loads, walk.tells_next)
         cached_bias = None
         if const_expr(traits.cached_bias_blocks > 0):
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
@@ -418,7 +418,7 @@ class FlashAttentionForwardSm90:
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loader = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
-                schedule.heads_per_kv, traits, loaded.words, pages=pages,
+                schedule.heads_per_kv, traits, loaded.words, loaded.next_words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
                 half=half,
             )  # fmt: skip
@@ -554,9 +554,11 @@ class FlashAttentionForwardSm90:
             channels,
             scales,
             masks.aux_tensors,
-            self._can_be_cut(masks),
-            keeps_largest=epilogue.lse.largest is not None,
-            rows_alone=self.split in ORDERED,
+            BlockFacts(
+                can_be_cut=self._can_be_cut(masks),
+                keeps_largest=epilogue.lse.largest is not None,
+                rows_alone=self.split in ORDERED,
+            ),
         )
         first_S = wgmma.make_accumulator(traits.tile_n)  # (64, tile_n) of the warpgroup
         # P of a block, (64, tile_n) as pairs; steps over full blocks use both alternately

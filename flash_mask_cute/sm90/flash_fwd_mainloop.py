@@ -105,9 +105,17 @@ class MainloopState(NamedTuple):
         return MainloopState.start()._replace(block=self.block + 1, cut=self.cut)
 
 
+class BlockFacts(NamedTuple):
+    """can_be_cut: a later block may be partial. keeps_largest, rows_alone: `OnlineSoftmax`."""
+
+    can_be_cut: bool
+    keeps_largest: bool
+    rows_alone: bool
+
+
 @dataclass(frozen=True)
 class KeyBlocks:
-    """What the steps of an MMA warpgroup share. can_be_cut: blocks after the first may be partial.
+    """What the steps of an MMA warpgroup share.
 
     acc_O: fp32 (64, tile_dv), O of the work tile so far, not yet divided by the sums of `softmax`.
     kept_q: the first columns of the query, in registers, or None (`FwdTraits.query_steps`).
@@ -116,7 +124,7 @@ class KeyBlocks:
 
     traits: cutlass.Constexpr[FwdTraits]
     score_mod: cutlass.Constexpr[Callable[..., Any] | None]
-    can_be_cut: cutlass.Constexpr[bool]
+    facts: cutlass.Constexpr[BlockFacts]
     score_traits: cutlass.Constexpr[ScoreModTraits]
     tiles: FwdSmem
     channels: Channels
@@ -135,10 +143,8 @@ class KeyBlocks:
         channels: Channels,
         scales: ScoreScales,
         aux_tensors: Any,
-        can_be_cut: bool,
-        **of_softmax: bool,
+        facts: BlockFacts,
     ) -> "KeyBlocks":
-        """of_softmax: keeps_largest and rows_alone of `OnlineSoftmax`."""
         score_traits = ScoreModTraits()
         if score_mod is not None:
             score_traits = ScoreModTraits.create(score_mod, aux_tensors)
@@ -149,7 +155,8 @@ class KeyBlocks:
             traits.dtype,
             QuadRows(*traits.polynomial if computes_functions else ()),
             None if score_mod is None else score_traits.factor,
-            **of_softmax,
+            facts.keeps_largest,
+            facts.rows_alone,
         )
         kept_q = None
         if score_mod is None and traits.query_steps > 0:
@@ -159,7 +166,7 @@ class KeyBlocks:
         return KeyBlocks(
             traits,
             score_mod,
-            can_be_cut,
+            facts,
             score_traits,
             tiles,
             channels,
@@ -187,7 +194,7 @@ class KeyBlocks:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The possible kinds of blocks after a walk's first one."""
-        return (Kind.PARTIAL, Kind.FULL) if self.can_be_cut else (Kind.FULL,)
+        return (Kind.PARTIAL, Kind.FULL) if self.facts.can_be_cut else (Kind.FULL,)
 
     @property
     def may_pass_over(self) -> bool:
@@ -197,7 +204,7 @@ class KeyBlocks:
     @property
     def _has_any_bits(self) -> bool:
         """Whether mask warps write `FwdSmem.any_bits`."""
-        return self.traits.passes_over and self.can_be_cut
+        return self.traits.passes_over and self.facts.can_be_cut
 
     def alternates(self, kind: Kind) -> bool:
         """Whether a step over a block of this kind writes P to other words than it reads."""

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tiles.decode_costs import HOPPER_COSTS, DecodeCosts
 from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
+    SM90_STATISTICS,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
@@ -125,7 +127,7 @@ class ArchSpec:
 
     name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
     the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
-    evaluated before attention.
+    evaluated before attention. statistics: the kernel of statistics of P; None: there is none.
     """
 
     name: str
@@ -133,6 +135,14 @@ class ArchSpec:
     backward: BackwardKernel
     load_columns: Callable[[], Any]
     reads_mask_bits: bool
+    statistics: ForwardKernel | None = None
+
+    def kernel_of(self, problem: AttentionProblem) -> ForwardKernel:
+        """What runs the problem of a forward, or of statistics that the architecture has."""
+        if not problem.statistics:
+            return self.forward
+        assert self.statistics is not None
+        return self.statistics
 
 
 class _Classes(NamedTuple):
@@ -165,6 +175,12 @@ def _traits_sm90() -> _Classes:
 
     entries = EntryKernels(SharedTraits, ShortTraits, EntryTraits)
     return _Classes(FwdTraits, BwdTraits, entries, COLUMNS)
+
+
+def _statistics_sm90() -> tuple[Any, Any]:
+    from flash_mask_cute.sm90.flash_statistics import AttentionStatisticsSm90, StatisticsTraits
+
+    return AttentionStatisticsSm90, StatisticsTraits
 
 
 def _limits_sm90() -> Any:
@@ -228,6 +244,18 @@ SM90 = ArchSpec(
     SM90_BACKWARD,
     lambda: _traits_sm90().columns,
     reads_mask_bits=True,
+    statistics=ForwardKernel(
+        "AttentionStatisticsSm90",
+        "statistics_sm90",
+        lambda: _statistics_sm90()[0],
+        lambda: _statistics_sm90()[1],
+        SM90_STATISTICS,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
+        decodes_whole=True,
+        most_head_dim=MAX_HEAD_DIM,
+    ),
 )
 
 
