@@ -72,8 +72,8 @@ class BlockSparseTensorsTorch(NamedTuple):
     for; `create_block_mask` sets it, and a call with other lengths is refused. None: not known.
 
     mask_mod: the mask that the lists were made of, as `create_block_mask` sets it. `flex_attention`
-    evaluates it in partial blocks; the other functions take a mask_mod of their own. A pickled or
-    deep copy has none.
+    evaluates it in partial blocks; the other functions take a mask_mod of their own. Pickling and
+    deep copies drop it.
 
     Example:
         >>> import torch
@@ -122,7 +122,7 @@ class LogicalBits(NamedTuple):
     """States of logical blocks as bits: bit kb % 32 of word kb // 32 describes key block kb.
 
     visible (partial or full), full: int32 (B', H', num_q_blocks, ceil(num_k_blocks / 32)); bits
-    behind the last block are 0. block_q, block_k: tokens of a block.
+    after the last block are 0. block_q, block_k: tokens of a block.
     """
 
     visible: Tensor

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from cases import Case
 from inputs import make_inputs
-from paged_inputs import paged
-from public_call import check, check_replay, forward
-from tolerances import assert_close_to_oracle
-from wide_cases import DECODE, FEW, MANY, WIDE_CASES
+from public_call import check_replay, forward
+from wide_heads_on_devices import (  # noqa: F401
+    test_against_oracle,
+    test_decoding,
+    test_splits_of_many_queries,
+)
 
 from flash_mask_cute import flash_attn_func, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
 CUDA = torch.device("cuda")
-
-
-@pytest.mark.parametrize("case", WIDE_CASES, ids=lambda case: case.id)
-def test_against_oracle(case: Case) -> None:
-    check(make_inputs(case, CUDA))
-
-
-@pytest.mark.parametrize("more", [{"num_splits": 3}, {"seqlen_k_per_split": 512}, {}], ids=str)
-@pytest.mark.parametrize("page_size", [None, 16, 64, 12])
-@pytest.mark.parametrize("case", [DECODE, FEW, MANY], ids=lambda case: case.id)
-def test_splits_and_pages(case: Case, page_size: int | None, more: dict[str, Any]) -> None:
-    """Right, and with the same bits each time."""
-    inputs = make_inputs(case, CUDA)
-    if page_size is not None:
-        inputs = paged(inputs, page_size, "NHD")
-    x = inputs.q, inputs.k, inputs.v
-    results = [_flash_attn_fwd(*x, **inputs.keywords, **more) for _ in range(3)]
-    out, lse = results[0]
-    assert lse is not None
-    assert_close_to_oracle(out, lse, inputs)
-    assert all(torch.equal(again, out) for again, _ in results)
 
 
 @pytest.mark.parametrize("head_dim", [264, 512])
