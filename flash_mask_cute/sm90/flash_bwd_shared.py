@@ -491,9 +491,14 @@ class SharedGradientsSm90:
     # -- what is the same for all entries -------------------------------------------------------
 
     def _places(self, part: SharedPart, extents: SharedExtents, half: int) -> Places:
-        first_query = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
-        first_key = part.n_tile * TILE + mma_warpgroup_idx() * ROWS_PER_WARPGROUP
-        return Places.create(first_query, first_key, part.head_idx, *extents[:2])
+        thread = thread_in_warpgroup()
+
+        def of(r: int, c: int) -> tuple[Int32, Int32]:
+            query = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
+            query += wgmma.first_col_of(thread) + wgmma.col_offset(c)
+            return query, self._key(part, r)
+
+        return Places(of, part.head_idx, extents.seqlen_q, extents.seqlen_k)
 
     def _key(self, part: SharedPart, r: int) -> Int32:
         line = mma_warpgroup_idx() * ROWS_PER_WARPGROUP + wgmma.row_of(thread_in_warpgroup(), r)
