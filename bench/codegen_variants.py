@@ -179,15 +179,16 @@ def compile_variant(name: str) -> Built:
         compiled = build_bwd(problem, choice, target, mods)
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
     shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
+    spec = arch_spec(target).of(problem)
     tiles = select_fwd_config(
         problem,
         shapes,
         walk=WalkFacts(
             variant.window, variant.block_size, variant.decode_rows, variant.selected_block
         ),
-        spec=arch_spec(target),
+        spec=spec,
     ).tiles
-    fields = arch_spec(target).forward.options(tiles)
+    fields = spec.forward.options(tiles)
     return Built(build_fwd(problem, tiles, target, variant.mods), fields)
 
 
@@ -278,9 +279,37 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
     yield "d512-score_mod", _variant(512, Mods(score_mod=nears), is_causal=True)
 
 
+def _statistics() -> Iterator[tuple[str, AttentionVariant]]:
+    """All statistics of a walk, of blocks of a query and its heads or of many queries; of keys
+    alone with exact sums; of few rows."""
+    names = "key_sums", "entropy", "block_sums", "block_maxima"
+    for d in (64, 96, 128, 192, 256):
+        keys = 64 if d == 256 else 128
+        all_of: dict[str, Any] = {"statistics": names, "statistics_block": (4, keys, True)}
+        yield f"statistics-d{d}-full", _variant(d, packed_heads=GROUP, **all_of)
+        all_of["statistics_block"] = 16, keys, False
+        yield f"statistics-d{d}-causal", _variant(d, is_causal=True, **all_of)
+        exact = _variant(d, is_causal=True, deterministic=True, statistics=names[:1])
+        yield f"statistics-d{d}-exact", exact
+    for mods in (Mods(mask_mod=sees_prefix), Mods(score_mod=nears)):
+        kind = "mask_mod" if mods.mask_mod else "score_mod"
+        yield f"statistics-d128-{kind}", _variant(128, mods, statistics=names)
+    few = _variant(128, packed_heads=GROUP, statistics=names[:1])
+    yield "statistics-decode-d128", replace(few, decode_rows=GROUP)
+
+
+def _tangents() -> Iterator[tuple[str, AttentionVariant]]:
+    names = "full", "causal", "window", "varlen", "columns1", "columns2", "columns4", "mask_mod"
+    of_both = dict(_both_directions())
+    for name in (*(f"d{d}-{mask}" for d in (64, 128) for mask in names), "d96-causal"):
+        variant = of_both[name]
+        problem = replace(variant.problem, is_tangent=True)
+        yield f"tangent-{name}", replace(variant, problem=problem)
+
+
 def _selections() -> Iterator[tuple[str, AttentionVariant]]:
     """Of 16 heads and blocks of 128 keys: bits of a selection, beside a mask_mod that the heads
-    share, and the entries of one query, in shares."""
+    share, and the entries of one query, in shares. Smaller blocks are gathered."""
     of_selection: dict[str, Any] = {"has_selected": True, "packed_heads": 16}
     yield "d128-choice", _selection(is_causal=True, **of_selection)
     mods = Mods(mask_mod=sees_prefix)
@@ -294,6 +323,11 @@ def _selections() -> Iterator[tuple[str, AttentionVariant]]:
     entries |= {"in_fp8": True, "few_rows": True, "page_box": 128}
     entries["optional"] = tuple(GivenTensor(f"{x}_descale", "float32", 3) for x in "kv")
     yield "decode-d128-choice-fp8", replace(_selection(**of_selection, **entries), decode_rows=16)
+    for d, block in ((256, 4), (128, 8)):
+        gathered = _variant(d, is_causal=True, gathers=block, **of_selection)
+        yield f"d{d}-choice{block}", replace(gathered, selected_block=block)
+        gathered = _variant(d, gathers=block, split=BY_STREAM_K, has_seqused_k=True, **of_selection)
+        yield f"decode-d{d}-choice{block}", replace(gathered, selected_block=block, decode_rows=16)
 
 
 def _selection(mods: Mods = NO_MODS, **fields: Any) -> AttentionVariant:
@@ -543,4 +577,6 @@ VARIANTS: dict[str, Variant] = {
     **dict(_preparing()),
     **dict(_decoding()),
     **dict(_selections()),
+    **dict(_statistics()),
+    **dict(_tangents()),
 }

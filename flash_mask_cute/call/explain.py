@@ -103,12 +103,8 @@ class Explanation:
             "shared memory": f"{self.smem_bytes} bytes",
             "copies": self.copies or "none",
         }
-        if self.pages:
-            lines["pages"] = self.pages
-        if self.selection:
-            lines["selection"] = self.selection
-        if self.tables:
-            lines["tables"] = self.tables
+        optional = {"pages": self.pages, "selection": self.selection, "tables": self.tables}
+        lines |= {name: text for name, text in optional.items() if text}
         if self.backward is not None:
             lines |= self.backward.lines()
         if self.note:
@@ -208,7 +204,7 @@ def _describe_splits(run: ExecutionPlan) -> str:
 
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
     box = run.problem.page_box
-    if box is None:
+    if box is None or run.problem.gathers:
         return ""
     return describe_pages(tensors.k.shape[1], box, run.fwd_choice.tiles.tile_n)
 

@@ -54,7 +54,7 @@ def compile_fwd(
     `function` takes the operands of the table `FORWARD` but the stream, by position; None for what
     the problem does not have. q_start: a tensor, or a number, where -1 is the end.
     """
-    name = arch_spec(target).kernel_of(problem).cache_name
+    name = arch_spec(target).of(problem).forward.cache_name
     return cached_attention(
         name, problem, tiles, target, lambda: build_fwd(problem, tiles, target, mods), cache
     )
@@ -88,7 +88,7 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` reports."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    of_arch = arch_spec(target).kernel_of(problem)
+    of_arch = arch_spec(target).of(problem).forward
     kernel = of_arch.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -103,11 +103,12 @@ def build_fwd(
         intervals=None if problem.intervals is None else Intervals(*problem.intervals),
         num_sms=target.num_sms,
         split=problem.split,
-        page_box=problem.page_box,
+        page_box=problem.keys_of_box,
         shared_kv=problem.shared_kv,
         **({"in_fp8": True, "few_rows": problem.few_rows} if problem.in_fp8 else {}),
         **({"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}),
         **({"shares_mask": True} if problem.shares_mask else {}),
+        **({"gathers": problem.gathers} if problem.gathers else {}),
         **({"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}),
         **({"statistics": problem.statistics_block} if problem.statistics else {}),
         **of_arch.options(tiles),

@@ -88,24 +88,16 @@ def _float(_: AttentionProblem, __: Any) -> Any:
     return cutlass.Float32(1.0)
 
 
-def _softcap(x: AttentionProblem, tiles: Any) -> Any:
-    return _float(x, tiles) if x.has_softcap else None
-
-
-def _columns(x: AttentionProblem, _: Any) -> Any:
-    return None if x.intervals is None else (strided(4), strided(4))
-
-
 def _block_bits(x: AttentionProblem, _: Any) -> Any:
     if x.query_lists:
         return fake_tensors.query_lists()
     if x.has_selected:
-        return fake_tensors.selection_bits(x.selection_dtype)
-    return fake_tensors.block_bits(x)
+        return fake_tensors.selection_bits(x.selection_dtype, x.gathers > 0)
+    return fake_tensors.block_bits(x.has_bits)
 
 
 def _aux_tensors(x: AttentionProblem, _: Any) -> Any:
-    given = fake_tensors.aux_tensors(x)
+    given = fake_tensors.aux_tensors(x.aux)
     return (*(given or ()), *(fake_tensors.rows(name, 3) for name in x.tables)) or None
 
 
@@ -124,10 +116,15 @@ _WINDOW = (
     KernelOperand("window_size_right", "window_right", lambda x, _: fake_tensors.window(x)[1]),
 )
 _AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", _aux_tensors)
-_SOFTCAP = KernelOperand("softcap", "softcap", _softcap)
-_COLUMNS = KernelOperand("column_tensors", "columns", _columns)
+_SOFTCAP = KernelOperand(
+    "softcap", "softcap", lambda x, tiles: _float(x, tiles) if x.has_softcap else None
+)
+_COLUMNS = KernelOperand(
+    *("column_tensors", "columns"),
+    lambda x, _: None if x.intervals is None else (strided(4), strided(4)),
+)
 _BLOCK_BITS = KernelOperand("block_bits", "bits", _block_bits)
-_Q_START = KernelOperand("mQStart", "q_start", lambda x, _: fake_tensors.q_start(x))
+_Q_START = KernelOperand("mQStart", "q_start", lambda x, _: fake_tensors.q_start(x.q_start))
 _SCALE = KernelOperand("softmax_scale", "scale", _float)
 _STREAM = KernelOperand(STREAM, STREAM, lambda _, __: fake_tensors.stream())
 
@@ -161,6 +158,8 @@ def _partials(x: AttentionProblem, _: Any) -> Any:
 
     if x.statistics:
         return _statistics(x)
+    if x.is_tangent:
+        return _q(x, _), _k(x, _), _v(x, _), _out(x, _), _rows(True, x)
     if x.split in (None, ONE_FIXED_SPLIT):
         return None
     if x.split == SEQUENTIAL_SPLITS:
@@ -180,14 +179,11 @@ def _statistics(x: AttentionProblem) -> Any:
     """Destination of statistics (`StatisticsTensors`)."""
     import cutlass
 
-    exact = x.deterministic
-    shapes = {
-        "key_sums": strided(_rank_k(x) - 1 + exact, "int64" if exact else "float32"),
-        "entropy": strided(_rank_q(x), "float32"),
-        "block_sums": strided(4, "float32"),
-        "block_maxima": strided(4, "float32"),
-    }
-    given = (y if name in x.statistics else None for name, y in shapes.items())
+    exact, of_blocks = x.deterministic, strided(4, "float32")
+    of_keys = strided(_rank_k(x) - 1 + exact, "int64" if exact else "float32")
+    names = "key_sums", "entropy", "block_sums", "block_maxima"
+    made = of_keys, strided(_rank_q(x), "float32"), of_blocks, of_blocks
+    given = (y if name in x.statistics else None for name, y in zip(names, made, strict=True))
     return *given, cutlass.Int32(1), cutlass.Int32(1)
 
 
@@ -298,9 +294,9 @@ BACKWARD = (
     KernelOperand("mV", "v", _v),
     KernelOperand("mdO", "dout", _out),
     KernelOperand("mStats", "stats", _stats),
-    KernelOperand("mdQaccum", "dq_accum", lambda _, y: scratch(y.tiles.tile_m * y.tile_d)),
+    KernelOperand("mdQaccum", "dq_accum", lambda _, x: scratch(x.tiles.tile_m * x.tile_d)),
     KernelOperand(
-        "mSemaphores", "semaphores", lambda _, y: None if y.tiles.clears_dq else strided(2)
+        "mSemaphores", "semaphores", lambda _, x: None if x.tiles.clears_dq else strided(2)
     ),
     KernelOperand("mdK", "dk_sums", _dk),
     KernelOperand("mdV", "dv_sums", _dv),

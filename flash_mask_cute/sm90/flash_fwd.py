@@ -28,7 +28,7 @@ convert sends k and v to mma (`fp8_conversion`).
 A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
 bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
 they need the next ones. In tiles with three warpgroups or more, a warpgroup skips a partial block
-of which its 64 rows see nothing, and multiplies one half if they see no key of the other.
+if its 64 rows see none of its keys, and multiplies one half if they see no key of the other.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
 so the tensor cores work on P V while the exponentials of the next block are computed. With three, P
@@ -60,6 +60,7 @@ from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     check_can_run,
+    clear,
     scheduler_rings,
     swizzled,
     traits_of,
@@ -67,10 +68,9 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, ORDERED
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.ordered_sums import RunningSums, destination_of
+from flash_mask_cute.core.ordered_sums import destination_of
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
-from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -80,6 +80,7 @@ from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
+from flash_mask_cute.rules.gathered_mask import GatheredMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import (
     MaskArgs,
@@ -114,13 +115,12 @@ from flash_mask_cute.sm90.warpgroups import (
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md#tiles-and-order).
 L2_SHARE = 24 * 1024 * 1024
-# 32-bit words of a vector of 16 bytes
-WORDS_OF_VECTOR = 4
 # keys of the largest TMA box of pages in fp8 for which several warps load
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
-@dataclass(eq=False)
+# the compiler takes names of kernels from repr
+@dataclass(eq=False, repr=False)
 class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
@@ -156,6 +156,8 @@ class FlashAttentionForwardSm90:
     :param shares_mask: mask_mod is the same for heads that share a tile
     :param cached_bias_bits: bits that score_mod reads for a score in rows of keys, if batch entries
         share these and lengths; a CTA then keeps the rows for many entries
+    :param gathers: keys of a block of a selection, a multiple of 4, if keys of a tile are gathered
+        (`rules/gathered_mask.py`), page_box of them at a time; 0: they lie side by side
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -191,11 +193,16 @@ class FlashAttentionForwardSm90:
     lists_per_warpgroup: bool = False
     shares_mask: bool = False
     cached_bias_bits: int = 0
+    gathers: int = 0
+
+    traits_type, destination_of = FwdTraits, staticmethod(destination_of)
+    # warps that load queries
+    query_loaders = 1
 
     def __post_init__(self) -> None:
         traits = traits_of(
             self,
-            FwdTraits,
+            self.traits_type,
             head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
             packed_heads=padded_group(self.qhead_per_kvhead) if self.pack_gqa else 1,
             heads_there=self.qhead_per_kvhead if self.pack_gqa else None,
@@ -232,8 +239,8 @@ class FlashAttentionForwardSm90:
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
+        mV: cute.Tensor | None,
+        mO: cute.Tensor | None,
         mLSE: cute.Tensor | None,
         softmax_scale: Float32,
         stream,
@@ -283,7 +290,7 @@ class FlashAttentionForwardSm90:
         mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`; block
         lists are then given as bits only, because rows of a tile need not begin where blocks do.
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
-        head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
+        head_dim), and keys lie in their pages; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
         mCausalPerSeq (batch,) int32, beside window_size_right: where it is not 0, a sequence is
         causal. mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
         mPartials: destination of splits: the tensors and the number of `Partials`. In stream-K all
@@ -293,8 +300,11 @@ class FlashAttentionForwardSm90:
         traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         self.loading_warps = self._num_loading_warps()
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.shared_kv)
-        pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
-        if const_expr(pages is not None):
+        if const_expr(self.gathers and mPageTable is None):
+            pages = Pages.of_entries(mK, mV, traits.page_box, mCuSeqlensK)
+        else:
+            pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
+        if const_expr(mPageTable is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(traits, mQ, mK, mV, mO, lengths)
         mask_bits = blocks = group_bytes = None
@@ -305,7 +315,8 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.with_operands(partials, lengths, mO)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
@@ -335,6 +346,10 @@ class FlashAttentionForwardSm90:
             min_blocks_per_mp=1,
         )  # fmt: skip
 
+    def with_operands(self, partials: Any, lengths: Lengths, mO: cute.Tensor) -> Any:
+        """The destination of splits, with what a launch adds to it."""
+        return partials
+
     def _num_loading_warps(self) -> int:
         """The number of warps that load keys and values: in decoding with mask warps, unless many
         blocks are partial. Addresses of rows of pages take one warp longer than memory takes for
@@ -344,6 +359,7 @@ class FlashAttentionForwardSm90:
         box = traits.page_box or traits.tile_n
         in_boxes = traits.in_fp8 and box <= MAX_BOX_OF_SEVERAL_WARPS
         shared = (traits.copies_rows or in_boxes) and few_partial and traits.tile_m <= DECODE_ROWS
+        shared = shared or (self.gathers > 0 and traits.copies_rows)
         return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
@@ -356,7 +372,7 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
-        partials: Partials | RunningSums | None,
+        partials: Any,
         pages: Pages | None,
         mO: cute.Tensor | None,
         descales: Descales,
@@ -369,7 +385,7 @@ class FlashAttentionForwardSm90:
                 cpasync.prefetch_descriptor(atom)
         allocator = cutlass.memory.SmemAllocator()
         storage = allocator.allocate(traits.storage())
-        mma_warps = traits.num_mma_warps
+        mma_warps, loaders = traits.num_mma_warps, self.query_loaders
         # Loading warps arrive with the bytes that TMA brings or with their copies, converting warps
         # with their part.
         loads = self.loading_warps * (COPY_ARRIVALS if const_expr(traits.copies_rows) else 1)
@@ -378,13 +394,14 @@ class FlashAttentionForwardSm90:
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
         ring, walk = scheduler_rings(
-            storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
+            storage, (loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
-            tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
+        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
+            walk = replace(walk, tells_next=True)
         channels = Channels(
-            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
+            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loaders, mma_warps),
             k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
@@ -396,12 +413,12 @@ class FlashAttentionForwardSm90:
         codes = None
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
-            codes = Codes.create(traits, storage_of_codes, loads, walk.tells_next)
+            codes = Codes.create(traits, storage_of_codes, loads)
         cached_bias = None
         if const_expr(traits.cached_bias_blocks > 0):
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
         if const_expr(traits.few_rows):
-            self._clear_queries(storage)
+            clear(swizzled(storage.q, traits.layout_q()), traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
         sync_ctas(traits)
@@ -418,9 +435,9 @@ class FlashAttentionForwardSm90:
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loader = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
-                schedule.heads_per_kv, traits, loaded.words, loaded.next_words, pages=pages,
+                schedule.heads_per_kv, traits, loaded.words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
-                half=half,
+                half=half, gathers=self._rules(masks, lengths) if self.gathers else None,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loader.stream(channels.ring, channels.walk)
@@ -431,7 +448,7 @@ class FlashAttentionForwardSm90:
                     alternating=traits.cached_bias_blocks > 0, claims=claims,
                 )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
-                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
+                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks, partials)
             elif const_expr(not traits.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
@@ -477,26 +494,9 @@ class FlashAttentionForwardSm90:
         is_split = self.split not in (None, ONE_FIXED_SPLIT)
         return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
 
-    @cute.jit
-    def _clear_queries(self, storage: Any) -> None:
-        """Write zeros to the rows of query tiles, some of which nobody loads."""
-        traits = self.traits
-        rows = swizzled(storage.q, traits.layout_q())
-        words = cute.make_tensor(
-            cute.recast_ptr(rows.iterator, dtype=Int32),
-            cute.make_layout(traits.stages_q * traits.tile_m * traits.tile_d // 2),
-        )
-        zeros = cute.make_rmem_tensor((WORDS_OF_VECTOR,), Int32)
-        zeros.fill(0)
-        vectors = cute.size(words) // WORDS_OF_VECTOR
-        for i in range(cute.arch.thread_idx()[0], vectors, traits.num_threads):
-            cute.autovec_copy(zeros, cute.local_tile(words, (WORDS_OF_VECTOR,), (i,)))
-        # products and TMA use another proxy
-        cute.arch.fence_proxy("async.shared", space="cta")
-
     def load_and_mask(
         self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
-        lengths: Lengths, masks: MaskArgs,
+        lengths: Lengths, masks: MaskArgs, partials: Any,
     ):  # fmt: skip
         """A mask warp that also loads its share of the rows or boxes of pages."""
         of_bits = self._rules(masks, lengths), self._mask_rows(mask_warp), tiles.bits, channels.bits
@@ -527,6 +527,9 @@ class FlashAttentionForwardSm90:
         )
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
+        if self.gathers:
+            of_kernel = self, wgmma.COLUMNS, masks, lengths
+            return GatheredMask.from_kernel(*of_kernel, block_k=self.gathers)
         # in full blocks, a score_mod gets rows without a test whether they exist
         own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.lists_per_warpgroup else None
         return ForwardMask.from_kernel(
@@ -640,10 +643,8 @@ class FlashAttentionForwardSm90:
 
     def _has_cutters(self, masks: MaskArgs) -> bool:
         """Whether anything besides the end of the keys makes blocks partial."""
-        callables = (self.score_mod, self.mask_mod)
-        lists = (masks.columns, masks.bits, masks.mask_bits)
-        cutters = (self.is_causal, self.is_local, *callables, *lists)
-        return any(x is not None and x is not False for x in cutters)
+        cutters = self.score_mod, self.mask_mod, masks.columns, masks.bits, masks.mask_bits
+        return self.is_causal or self.is_local or any(x is not None for x in cutters)
 
     @cute.jit
     def _first_scores(

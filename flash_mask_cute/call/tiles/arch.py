@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.problem import AttentionProblem
@@ -13,6 +15,7 @@ from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
     SM90_STATISTICS,
+    SM90_TANGENT,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
@@ -64,7 +67,7 @@ class ForwardKernel(AttentionKernel):
     decodes_whole: tiles of decoding are also for one pass over keys in rows.
     has_lists_per_warpgroup: warpgroups may have block lists of their own. caches_bias: rows of
     tables may stay in shared memory. most_head_dim: of heads. decode_costs: by which decoding is
-    split; None: not measured."""
+    split; None: not measured. gathers_keys: those of small selected blocks may lie side by side."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -77,6 +80,7 @@ class ForwardKernel(AttentionKernel):
     caches_bias: bool = False
     most_head_dim: int = MAX_HEAD_DIM
     decode_costs: DecodeCosts | None = None
+    gathers_keys: bool = False
 
 
 class EntryKernels(NamedTuple):
@@ -127,7 +131,8 @@ class ArchSpec:
 
     name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
     the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
-    evaluated before attention. statistics: the kernel of statistics of P; None: there is none.
+    evaluated before attention. statistics: the kernel of statistics of P; tangent: that of forward
+    mode, with tiles of a forward; None: there is none.
     """
 
     name: str
@@ -136,79 +141,35 @@ class ArchSpec:
     load_columns: Callable[[], Any]
     reads_mask_bits: bool
     statistics: ForwardKernel | None = None
+    tangent: ForwardKernel | None = None
 
-    def kernel_of(self, problem: AttentionProblem) -> ForwardKernel:
-        """What runs the problem of a forward, or of statistics that the architecture has."""
-        if not problem.statistics:
-            return self.forward
-        assert self.statistics is not None
-        return self.statistics
-
-
-class _Classes(NamedTuple):
-    """The kernels of an architecture; or their traits, which load faster, and its columns."""
-
-    forward: Any
-    backward: Any
-    entries: Any = None
-    columns: Any = None
+    def of(self, problem: AttentionProblem) -> ArchSpec:
+        """The same, with the kernel of statistics or of tangents in place of the forward for a
+        problem of them."""
+        forward = self.statistics if problem.statistics else None
+        if problem.is_tangent:
+            forward = self.tangent
+        return self if forward is None else replace(self, forward=forward)
 
 
-def _kernels_sm90() -> _Classes:
-    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
-    from flash_mask_cute.sm90.flash_bwd_entries import EntryBackwardSm90
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90
-    from flash_mask_cute.sm90.flash_bwd_short import ShortBackwardSm90
-    from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
-
-    entries = EntryKernels(SharedGradientsSm90, ShortBackwardSm90, EntryBackwardSm90)
-    return _Classes(FlashAttentionForwardSm90, FlashAttentionBackwardSm90, entries)
+@functools.cache
+def _device_code(path: str) -> Callable[[], Any]:
+    """Loads an object when it is called. path: "module:name" in this package; no name: the
+    module."""
+    return functools.partial(pkgutil.resolve_name, f"flash_mask_cute.{path}")
 
 
-def _traits_sm90() -> _Classes:
-    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
-    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
-    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
-    from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
-    from flash_mask_cute.sm90.wgmma import COLUMNS
-
-    entries = EntryKernels(SharedTraits, ShortTraits, EntryTraits)
-    return _Classes(FwdTraits, BwdTraits, entries, COLUMNS)
-
-
-def _statistics_sm90() -> tuple[Any, Any]:
-    from flash_mask_cute.sm90.flash_statistics import AttentionStatisticsSm90, StatisticsTraits
-
-    return AttentionStatisticsSm90, StatisticsTraits
-
-
-def _limits_sm90() -> Any:
-    from flash_mask_cute.sm90 import flash_bwd_limits
-
-    return flash_bwd_limits
-
-
-def _kernels_sm100() -> _Classes:
-    from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100
-    from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
-
-    return _Classes(FlashAttentionForwardSm100, FlashAttentionBackwardSm100)
-
-
-def _traits_sm100() -> _Classes:
-    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
-    from flash_mask_cute.sm100.flash_fwd_traits import FwdTraits
-    from flash_mask_cute.sm100.umma import COLUMNS
-
-    return _Classes(FwdTraits, BwdTraits, columns=COLUMNS)
+@functools.cache
+def _entry_kernels(shared: str, short: str, entries: str) -> Callable[[], EntryKernels]:
+    """Loads the three when it is called. Of each the path, as in `_device_code`."""
+    return lambda: EntryKernels(*(_device_code(x)() for x in (shared, short, entries)))
 
 
 SM90_BACKWARD = BackwardKernel(
     "FlashAttentionBackwardSm90",
     "flash_bwd_sm90",
-    lambda: _kernels_sm90().backward,
-    lambda: _traits_sm90().backward,
+    _device_code("sm90.flash_bwd:FlashAttentionBackwardSm90"),
+    _device_code("sm90.flash_bwd_traits:BwdTraits"),
     SM90_BWD,
     "accumulators",
     splits_groups=True,
@@ -219,17 +180,25 @@ SM90_BACKWARD = BackwardKernel(
     has_lists_per_warpgroup=True,
     has_limits=True,
     has_entry_kernels=True,
-    limits=_limits_sm90,
-    entry_kernels=lambda: _kernels_sm90().entries,
-    entry_traits=lambda: _traits_sm90().entries,
+    limits=_device_code("sm90.flash_bwd_limits"),
+    entry_kernels=_entry_kernels(
+        "sm90.flash_bwd_shared:SharedGradientsSm90",
+        "sm90.flash_bwd_short:ShortBackwardSm90",
+        "sm90.flash_bwd_entries:EntryBackwardSm90",
+    ),
+    entry_traits=_entry_kernels(
+        "sm90.flash_bwd_shared:SharedTraits",
+        "sm90.flash_bwd_short_traits:ShortTraits",
+        "sm90.flash_bwd_entries_traits:EntryTraits",
+    ),
 )
 SM90 = ArchSpec(
     "Hopper",
     ForwardKernel(
         "FlashAttentionForwardSm90",
         "flash_fwd_sm90",
-        lambda: _kernels_sm90().forward,
-        lambda: _traits_sm90().forward,
+        _device_code("sm90.flash_fwd:FlashAttentionForwardSm90"),
+        _device_code("sm90.flash_fwd_traits:FwdTraits"),
         SM90_FWD,
         packed_rows=64,
         causal_each=True,
@@ -240,21 +209,32 @@ SM90 = ArchSpec(
         caches_bias=True,
         most_head_dim=MAX_WIDE_HEAD_DIM,
         decode_costs=HOPPER_COSTS,
+        gathers_keys=True,
     ),
     SM90_BACKWARD,
-    lambda: _traits_sm90().columns,
+    _device_code("sm90.wgmma:COLUMNS"),
     reads_mask_bits=True,
     statistics=ForwardKernel(
         "AttentionStatisticsSm90",
         "statistics_sm90",
-        lambda: _statistics_sm90()[0],
-        lambda: _statistics_sm90()[1],
+        _device_code("sm90.flash_statistics:AttentionStatisticsSm90"),
+        _device_code("sm90.flash_statistics:AttentionStatisticsSm90.traits_type"),
         SM90_STATISTICS,
         packed_rows=64,
         causal_each=False,
         reads_fp8=False,
         decodes_whole=True,
-        most_head_dim=MAX_HEAD_DIM,
+    ),
+    tangent=ForwardKernel(
+        "AttentionTangentSm90",
+        "flash_tangent_sm90",
+        _device_code("sm90.flash_tangent:AttentionTangentSm90"),
+        _device_code("sm90.flash_tangent:AttentionTangentSm90.traits_type"),
+        SM90_TANGENT,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
+        most_head_dim=128,
     ),
 )
 
@@ -266,8 +246,8 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
         ForwardKernel(
             "FlashAttentionForwardSm100",
             "flash_fwd_sm100",
-            lambda: _kernels_sm100().forward,
-            lambda: _traits_sm100().forward,
+            _device_code("sm100.flash_fwd:FlashAttentionForwardSm100"),
+            _device_code("sm100.flash_fwd_traits:FwdTraits"),
             SM103_FWD if fast_exp else SM100_FWD,
             packed_rows=32,
             causal_each=False,
@@ -277,8 +257,8 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
         BackwardKernel(
             "FlashAttentionBackwardSm100",
             "flash_bwd_sm100",
-            lambda: _kernels_sm100().backward,
-            lambda: _traits_sm100().backward,
+            _device_code("sm100.flash_bwd:FlashAttentionBackwardSm100"),
+            _device_code("sm100.flash_bwd_traits:BwdTraits"),
             SM100_BWD,
             "lanes",
             splits_groups=False,
@@ -286,7 +266,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             orders_aux=False,
             pairs_take_turns=True,
         ),
-        lambda: _traits_sm100().columns,
+        _device_code("sm100.umma:COLUMNS"),
         reads_mask_bits=False,
     )
 
