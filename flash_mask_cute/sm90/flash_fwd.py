@@ -118,7 +118,7 @@ WORDS_OF_VECTOR = 4
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 

@@ -81,7 +81,7 @@ class StatisticsTensors(NamedTuple):
         return by_tiles
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AttentionStatisticsSm90(FlashAttentionForwardSm90):
     """Kernel of statistics for Hopper. mPartials has the fields of `StatisticsTensors`; mV and mO
     are None, and mLSE is read.
