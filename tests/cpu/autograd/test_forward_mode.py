@@ -74,7 +74,7 @@ def test_tangents_are_those_of_dense_attention(case: Case) -> None:
     primals, found = dual_results(attend, operands_of(inputs), tangents)
     assert_tangents_close(found, inputs, tangents)
     if case.dtype == FP64:
-        # nothing of float32 but LSE itself
+        # nothing of float32 but the LSE that is returned
         exact = reference_tangents(inputs, tangents)
         torch.testing.assert_close(found.out, exact.out, rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(found.lse, exact.lse.to(FP32), rtol=1e-6, atol=1e-6)
@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "selected": (
         flash_attn_func,
         {"block_sparse_tensors": SELECTED},
-        "with block_sparse_tensors as SelectedBlocks, got",
+        "with SelectedBlocks, got",
     ),
     "pages": (
         flash_attn_varlen_func,
