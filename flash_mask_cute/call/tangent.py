@@ -68,9 +68,8 @@ def plan_tangent(call: AttentionCall, target: Target | None = None) -> Execution
     dims, kernel = (problem.head_dim, problem.head_dim_v), facts.spec.tangent
     found = with_tiles(facts, problem)
     if kernel is not None and dims[0] == dims[1] <= kernel.most_head_dim:
-        spec = replace(facts.spec, forward=kernel)
-        choice = select_fwd_config(problem, facts.shapes, pack_gqa=False, spec=spec)
-        return found.with_choice(choice)
+        spec = facts.spec.of(problem)
+        return found.with_choice(select_fwd_config(problem, facts.shapes, False, spec=spec))
     if facts.backend is Backend.KERNEL:
         raise NotImplementedError(
             f"{NO_FORWARD_MODE} on {facts.spec.name} with head_dim and head_dim_v {dims}: there "

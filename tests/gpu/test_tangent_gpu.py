@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP16, FP32, Case
-from functional_calls import Arguments
 from inputs import make_inputs
-from tangent_oracle import assert_tangents_close, dual_results, make_tangents
+from tangent_oracle import assert_tangents_close, attend_of, dual_results, make_tangents
 from unseen_memory import UNUSED_CASES, with_unused
 
 from flash_mask_cute import flash_attn_func
@@ -35,12 +34,7 @@ CASES = tuple(
 
 
 def found_and_right(inputs: Any, tangents: Any, of: Any = None) -> None:
-    given = Arguments.create(inputs)
-    sink = {name: x for name, x in given.operands.items() if name == "learnable_sink"}
-
-    def attend(*operands: Any) -> Any:
-        return given.function(*operands, **sink, **given.keywords)
-
+    attend = attend_of(inputs)
     operands = inputs.q, inputs.k, inputs.v
     primals, found = dual_results(attend, operands, tangents)
     plain = attend(*operands)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cases import FP32, FP64, Case
-from functional_calls import Arguments
 from inputs import Inputs, make_inputs
 from random_cases import small_case
 from tangent_oracle import (
     Pair,
     assert_tangents_close,
+    attend_of,
     dual_results,
     make_tangents,
     reference_tangents,
@@ -54,13 +54,6 @@ CASES = (
     Case("bf16", 2, 70, 130, 4, 2, causal=True, head_dim=64),
 )  # fmt: skip
 by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-
-
-def attend_of(inputs: Inputs) -> Callable[..., Any]:
-    """The public function of q, k and v, with the other arguments of the inputs."""
-    given = Arguments.create(inputs)
-    fixed = {name: x for name, x in given.operands.items() if name == "learnable_sink"}
-    return lambda q, k, v: given.function(q, k, v, **fixed, **given.keywords)
 
 
 def operands_of(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
