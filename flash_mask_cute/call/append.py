@@ -156,8 +156,8 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
     if x.cos is not None:
         q = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         rotary = (x.cos, x.sin, x.rotary_seqlens, x.q, q, x.cu_seqlens_q)
-    of_kernel = target or Target.from_device(x.k_cache.device)
-    function = by_facts(KERNEL_NAME, AppendFacts.create(x), build_append, of_kernel).function
+    target_of_kernel = target or Target.from_device(x.k_cache.device)
+    function = by_facts(KERNEL_NAME, AppendFacts.create(x), build_append, target_of_kernel).function
     k_cache, v_cache = x.k_cache, x.v_cache
     written: tuple[Tensor, ...] = k_cache, v_cache
     if x.in_fp8:

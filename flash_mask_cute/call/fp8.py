@@ -84,13 +84,8 @@ class DequantiseFacts(NamedTuple):
     scales: tuple[int | None, int | None]
 
 
-def compile_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:
-    """The compiled kernel. `function` takes the arguments of `Dequantise`, by position."""
-    return by_facts(KERNEL_NAME, facts, build_dequantise, target)
-
-
 def build_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:
-    """Compile now."""
+    """Compile now. `function` takes the arguments of `Dequantise`, by position."""
     from flash_mask_cute.kernels.dequantise import Dequantise
 
     arguments = [
@@ -127,7 +122,7 @@ class DequantisedForward:
             problem.page_box is not None,
             (ranks.get("k_descale"), ranks.get("v_descale")),
         )
-        self._function = compile_dequantise(facts, plan.target).function
+        self._function = by_facts(KERNEL_NAME, facts, build_dequantise, plan.target).function
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
