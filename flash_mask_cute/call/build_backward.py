@@ -42,7 +42,8 @@ class BwdKernels(NamedTuple):
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
     sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
     main: the operands of the table `BACKWARD` but the stream. It and postprocess are None where the
-    kernel of short sequences (`call/batch_sums.py`) makes all gradients.
+    kernel of short sequences (`call/batch_sums.py`) makes all gradients; postprocess is None, too,
+    where main stores dq.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
     add_parts, if a group's heads are split, or with query lists (dk and dv of main are then sums):
     sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
@@ -126,17 +127,20 @@ def compile_bwd(
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys."""
     num_ctas = 1 if choice.tiles.clears_dq else choice.ctas_of_tile
+    if choice.stores_dq:
+        num_ctas = 0
     preprocess = compile_preprocess(problem, choice, target, facts, num_ctas, cache)
     main = cached_attention(
-        arch_spec(target).backward.cache_name,
+        arch_spec(target).backward_of(problem.head_dim, problem.head_dim_v).cache_name,
         problem,
         choice.tiles,
         target,
         lambda: build_bwd(problem, choice, target, mods),
         cache,
     )
-    postprocess = compile_postprocess(problem, choice, target, cache)
-    add_parts = None
+    postprocess = add_parts = None
+    if not choice.stores_dq:
+        postprocess = compile_postprocess(problem, choice, target, cache).function
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
         of_keys = problem.varlen_k, problem.has_seqused_k
@@ -151,9 +155,7 @@ def compile_bwd(
         zero_padding = by_facts(
             ZERO_PADDING_NAME, of_padding, build_zero_padding, target, cache
         ).function
-    return BwdKernels(
-        preprocess.function, main.function, postprocess.function, zero_padding, add_parts
-    )
+    return BwdKernels(preprocess.function, main.function, postprocess, zero_padding, add_parts)
 
 
 def compile_short(
@@ -231,7 +233,7 @@ def build_bwd(
     from flash_mask_cute.rules.intervals import Intervals
 
     tiles = asdict(choice.tiles)
-    backward = arch_spec(target).backward
+    backward = arch_spec(target).backward_of(problem.head_dim, problem.head_dim_v)
     if not backward.splits_groups:
         del tiles["splits_group"]
     if not backward.splits_keys:

@@ -251,12 +251,13 @@ def _stats(x: AttentionProblem, choice: BwdChoice) -> Any:
     return scratch(stats_words(choice.tiles.tile_m, *of_rows))
 
 
-def _dq_accum(_: AttentionProblem, choice: BwdChoice) -> Any:
-    return scratch(choice.tiles.tile_m * choice.tile_d)
+def _dq_accum(x: AttentionProblem, choice: BwdChoice) -> Any:
+    """Sums of dQ, or dQ."""
+    return _q(x, choice) if choice.stores_dq else scratch(choice.tiles.tile_m * choice.tile_d)
 
 
 def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
-    return None if choice.tiles.clears_dq else strided(2)
+    return None if choice.tiles.clears_dq or choice.stores_dq else strided(2)
 
 
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:

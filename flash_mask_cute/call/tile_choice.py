@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flash_mask_cute.call.facts import CallFacts
+from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tiles.config import (
     BwdChoice,
@@ -20,7 +20,8 @@ from flash_mask_cute.limits import MAX_HEAD_DIM
 
 def choose_tiles(facts: CallFacts, problem: AttentionProblem) -> FwdChoice | BwdChoice:
     """The tiles of a problem with the arguments of a call."""
-    most = facts.spec.forward.most_head_dim if facts.is_forward else MAX_HEAD_DIM
+    runs_kernels = facts.is_forward or facts.backend is Backend.KERNEL
+    most = facts.spec.forward.most_head_dim if runs_kernels else MAX_HEAD_DIM
     problem = _within_tables(problem, most)
     return _fwd_tiles(facts, problem) if facts.is_forward else _bwd_tiles(facts, problem)
 
@@ -48,7 +49,8 @@ def _fwd_tiles(facts: CallFacts, problem: AttentionProblem) -> FwdChoice:
 
 def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
     call, shapes, masks = facts.call, facts.shapes, facts.masks
-    kernel, override, num_sms = facts.spec.backward, call.config, facts.target.num_sms
+    kernel = facts.spec.backward_of(problem.head_dim, problem.head_dim_v)
+    override, num_sms = call.config, facts.target.num_sms
     splits = getattr(override, "group_splits", None)
     if not (kernel.splits_groups or splits in (None, 1)):
         raise ValueError(f"config group_splits={splits} is not for {kernel.class_name}")

@@ -156,6 +156,8 @@ class FlashAttentionBackwardSm90:
     :raises ValueError: for a shape or configuration that cannot run
     """
 
+    traits_class = BwdTraits
+
     def __init__(
         self,
         dtype: type[cutlass.Numeric],
@@ -195,7 +197,7 @@ class FlashAttentionBackwardSm90:
             raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
         stages = (stages_q, stages_do, stages_kv)
         summed = getattr(score_mod, "summed", ())
-        self.traits = BwdTraits(
+        self.traits = self.traits_class(
             dtype,
             head_dim,
             head_dim_v,

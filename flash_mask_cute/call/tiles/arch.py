@@ -11,6 +11,7 @@ from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
+    SM90_WIDE_BWD,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
@@ -82,7 +83,8 @@ class BackwardKernel(AttentionKernel):
     lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
     load_limits: loads the module with the limits of its threads and shared memory.
     load_entry_kernels, load_entry_traits: load `EntryKernels`. None: it has no such limits or
-    kernels."""
+    kernels. stores_dq: each gradient has one owner, which stores it, so dQ has no sums in memory.
+    wide: of heads above MAX_HEAD_DIM; None: there is none."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -95,6 +97,8 @@ class BackwardKernel(AttentionKernel):
     load_limits: Callable[[], Any] | None = None
     load_entry_kernels: Callable[[], EntryKernels] | None = None
     load_entry_traits: Callable[[], EntryKernels] | None = None
+    stores_dq: bool = False
+    wide: BackwardKernel | None = None
 
     def limits(self) -> Any:
         """As `load_limits`, of a kernel that has them."""
@@ -127,6 +131,12 @@ class ArchSpec:
     load_columns: Callable[[], Any]
     reads_mask_bits: bool
 
+    def backward_of(self, head_dim: int, head_dim_v: int) -> BackwardKernel:
+        """The kernel of the backward for these head dimensions."""
+        wide = self.backward.wide
+        is_wide = max(head_dim, head_dim_v) > MAX_HEAD_DIM
+        return self.backward if wide is None or not is_wide else wide
+
 
 def _forward_sm90() -> Any:
     from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
@@ -150,6 +160,18 @@ def _backward_traits_sm90() -> Any:
     from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
     return BwdTraits
+
+
+def _wide_backward_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd_wide import WideBackwardSm90
+
+    return WideBackwardSm90
+
+
+def _wide_backward_traits_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_bwd_wide_traits import WideBwdTraits
+
+    return WideBwdTraits
 
 
 def _limits_sm90() -> Any:
@@ -226,6 +248,19 @@ SM90_BACKWARD = BackwardKernel(
     load_limits=_limits_sm90,
     load_entry_kernels=_entry_kernels_sm90,
     load_entry_traits=_entry_traits_sm90,
+    wide=BackwardKernel(
+        "WideBackwardSm90",
+        "flash_bwd_wide_sm90",
+        _wide_backward_sm90,
+        _wide_backward_traits_sm90,
+        SM90_WIDE_BWD,
+        "accumulators",
+        splits_groups=False,
+        splits_keys=False,
+        orders_aux=False,
+        pairs_take_turns=False,
+        stores_dq=True,
+    ),
 )
 SM90 = ArchSpec(
     "Hopper",

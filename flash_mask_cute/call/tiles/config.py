@@ -333,7 +333,7 @@ class BwdChoice:
     tile_n: keys of a CTA's tile. cluster_tile_n: keys of all tiles of a cluster. tile_d, tile_dv:
     columns of a tile of Q and K, and of V. The scratch memory in which their gradients are summed
     has the same columns. group_splits: CTAs that share the query heads of a group
-    (`call/tiles/group_splits.py`).
+    (`call/tiles/group_splits.py`). stores_dq: see `BackwardKernel`.
     """
 
     tiles: BwdTiles
@@ -344,6 +344,7 @@ class BwdChoice:
     smem_bytes: int
     reason: str
     group_splits: int = 1
+    stores_dq: bool = False
 
     @property
     def ctas_of_tile(self) -> int:
@@ -442,7 +443,9 @@ def select_bwd_config(
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
                 reason = _join_reasons(_reason_of(row), given, changed, refusal)
                 sizes = traits.tile_n, traits.cluster_tile_n, traits.tile_d, traits.tile_dv
-                return BwdChoice(tiles, *sizes, traits.smem_bytes, reason)
+                return BwdChoice(
+                    tiles, *sizes, traits.smem_bytes, reason, stores_dq=kernel.stores_dq
+                )
             refusal = refusal or why_not
     raise ValueError(
         f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"

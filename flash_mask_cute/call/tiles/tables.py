@@ -405,6 +405,15 @@ SM90_BWD = (
     ),
 )
 
+# of heads above 256 columns, by roles
+SM90_WIDE_BWD = (
+    BwdRow(
+        *(512, 512, 64, 2, 2, 1, 0),
+        "two CTAs share products, one has S and the other dP; each gradient has one owner",
+        above_dim=256,
+    ),
+)
+
 # By the model of docs/backward_sm100.md, a pair at 128 columns takes 0.8 of the time of two CTAs
 # for as many blocks. It visits a block that either CTA needs: with four key tiles under causal
 # masking, or in a window of 512 keys, that is 1.2 times as many.
