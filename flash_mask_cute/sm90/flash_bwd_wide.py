@@ -66,19 +66,19 @@ from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
 from flash_mask_cute.sm90.flash_bwd_wide_traits import (
     ROWS,
-    STAGES,
+    SLOTS,
     WORDS_OF_BLOCK,
     WideBwdTraits,
     WideChannels,
     WideSmem,
 )
 from flash_mask_cute.sm90.gradient_stores import send_gradient
-from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx, take_bits
+from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx, sync_warpgroup, take_bits
 
 # keys and values of the heads in flight that should stay in the L2 cache
 L2_SHARE = 24 * 1024 * 1024
-# named barriers (0 is __syncthreads): a warpgroup has cleared rows of a block, of each stage
-CLEARED = 1
+# named barriers (0 is __syncthreads), one for each warpgroup: it has cleared rows of a block
+CLEARED, CLEARED_BY_WARP = 1, 3
 NUM_MMA_THREADS = 2 * THREADS_PER_WARPGROUP
 
 
@@ -384,7 +384,7 @@ class RoleSums:
 
     def _is_turn(self, block: Int32) -> Boolean:
         """Whether this warpgroup computes P or dS of a block."""
-        return block % STAGES == mma_warpgroup_idx()
+        return block % SLOTS == mma_warpgroup_idx()
 
     @cute.jit
     def _compute(self, block: Int32, kind: Int32, cut: Int32):
@@ -450,7 +450,9 @@ class RoleSums:
         if const_expr(self.gradient is not None):
             if const_expr(self.by_keys and traits.has_marks):  # noqa: SIM102 (while tracing)
                 if self._is_turn(block + 1):
-                    self._meet_where_cleared(block)
+                    # the other warpgroup has cleared rows of it
+                    barrier = CLEARED + 1 - mma_warpgroup_idx()
+                    cute.arch.barrier(barrier_id=barrier, number_of_threads=NUM_MMA_THREADS)
             mma, stage = traits.mma_words(traits.own_cols), passing.index(block)
             first = mma_warpgroup_idx() * traits.own_cols
             columns = wgmma.columns_as_rows(self.tiles.passing, first, traits.own_cols)
@@ -475,13 +477,9 @@ class RoleSums:
                 if is_marked(marks, row):
                     clear_row(self.tiles.passing[row, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=CLEARED + STAGES + stage, number_of_threads=128)
-        cute.arch.barrier_arrive(barrier_id=CLEARED + stage, number_of_threads=NUM_MMA_THREADS)
-
-    def _meet_where_cleared(self, block: Int32) -> None:
-        """Wait until the other warpgroup has cleared rows of a block."""
-        barrier = CLEARED + self.channels.passing.index(block)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=NUM_MMA_THREADS)
+        sync_warpgroup(CLEARED_BY_WARP)
+        barrier = CLEARED + mma_warpgroup_idx()
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=NUM_MMA_THREADS)
 
     def _marks(self, head_idx: Int32, row_block: Int32) -> cute.Tensor:
         of_rows = self.stats[head_idx, row_block, None]

@@ -30,7 +30,8 @@ from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, WORDS_PER_ST
 
 # rows that stay, and of a block that passes by
 ROWS = ROWS_PER_WARPGROUP
-STAGES = 2
+# blocks whose P or dS is on its way
+SLOTS = 2
 # registers of a thread for P or dS of a block
 WORDS_OF_BLOCK = ROWS // 16 * WORDS_PER_STEP
 # of a block that passes by: its flags, head and row block of statistics, in a vector
@@ -54,9 +55,9 @@ class WideSmem(NamedTuple):
     of each warpgroup. bits: of a partial block."""
 
     staying: cute.Tensor  # (64, tile_d, 1)
-    passing: cute.Tensor  # (64, tile_d, STAGES)
+    passing: cute.Tensor  # (64, tile_d, passing_stages)
     out: cute.Tensor  # (64, 64, warpgroups)
-    words: cute.Tensor  # (BLOCK_WORDS, STAGES)
+    words: cute.Tensor  # (BLOCK_WORDS, passing_stages)
     bits: cute.Tensor  # (4 words, 64)
 
 
@@ -94,11 +95,19 @@ class WideBwdTraits(BwdTraits):
         return ROWS * self.tile_d * 2
 
     @property
-    def smem_bytes(self) -> int:
-        received = STAGES * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK * 4
+    def passing_stages(self) -> int:
+        """Blocks in shared memory: three where they fit."""
+        return 3 if self._smem_bytes(3) <= SMEM_CAPACITY else 2
+
+    def _smem_bytes(self, passing_stages: int) -> int:
+        received = SLOTS * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK * 4
         out = NUM_MMA_WARPGROUPS * ROWS * ROWS * 2
-        rows = (1 + STAGES) * self.bytes_rows
+        rows = (1 + passing_stages) * self.bytes_rows
         return rows + received + out + self.bytes_bits + SMEM_BOOKKEEPING
+
+    @property
+    def smem_bytes(self) -> int:
+        return self._smem_bytes(self.passing_stages)
 
     def infeasible(self) -> str | None:
         """The reason why a kernel with these traits cannot run, or None."""
@@ -130,7 +139,7 @@ class WideBwdTraits(BwdTraits):
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`: Q, dO, K and V are alike."""
-        return ((self.layout_rows(STAGES), ROWS, self.tile_d),) * 4
+        return ((self.layout_rows(self.passing_stages), ROWS, self.tile_d),) * 4
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
@@ -147,15 +156,15 @@ class WideBwdTraits(BwdTraits):
         @cute.struct
         class Storage:
             staying: elements(self.layout_rows(1))
-            passing: elements(self.layout_rows(STAGES))
+            passing: elements(self.layout_rows(self.passing_stages))
             out: elements(self.layout_out())
-            received: vectors(STAGES * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK)
+            received: vectors(SLOTS * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK)
             bits: vectors(COLUMNS.num_words * ROWS)
-            words: vectors(BLOCK_WORDS * STAGES)
+            words: vectors(BLOCK_WORDS * self.passing_stages)
             ring: vectors(WORDS * RING_STAGES)
             walk: vectors(WORDS * WALK_STAGES)
-            passing_barriers: barriers(STAGES)
-            received_barriers: barriers(STAGES)
+            passing_barriers: barriers(self.passing_stages)
+            received_barriers: barriers(SLOTS)
             bits_barriers: barriers(1)
             ring_barriers: barriers(RING_STAGES)
             walk_barriers: barriers(WALK_STAGES)
@@ -168,9 +177,9 @@ class WideBwdTraits(BwdTraits):
         """The tensors in a CTA's `storage`."""
         return WideSmem(
             staying=swizzled(storage.staying, self.layout_rows(1)),
-            passing=swizzled(storage.passing, self.layout_rows(STAGES)),
+            passing=swizzled(storage.passing, self.layout_rows(self.passing_stages)),
             out=swizzled(storage.out, self.layout_out()),
-            words=storage.words.get_tensor(cute.make_layout((BLOCK_WORDS, STAGES))),
+            words=storage.words.get_tensor(cute.make_layout((BLOCK_WORDS, self.passing_stages))),
             bits=storage.bits.get_tensor(cute.make_layout((COLUMNS.num_words, ROWS))),
         )
 
@@ -185,14 +194,14 @@ class WideBwdTraits(BwdTraits):
             fields=lengths.work_fields, chunk_fields=lengths.chunk_fields,
         )  # fmt: skip
         received, slots = storage.received_barriers.data_ptr(), storage.received.data_ptr()
-        bit_readers = warps // NUM_MMA_WARPGROUPS
+        bit_readers, passing = warps // NUM_MMA_WARPGROUPS, storage.passing_barriers.data_ptr()
         return WideChannels(
-            passing=Channel.create(storage.passing_barriers.data_ptr(), STAGES, 1, warps),
+            passing=Channel.create(passing, self.passing_stages, 1, warps),
             bits=Channel.create(
                 storage.bits_barriers.data_ptr(), 1, self.num_mask_warps, bit_readers
             ),
             ring=ring,
             walk=walk,
-            words=PeerWords.create(received, slots, STAGES, WORDS_OF_BLOCK, warps),
+            words=PeerWords.create(received, slots, SLOTS, WORDS_OF_BLOCK, warps),
             claims=Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr()),
         )

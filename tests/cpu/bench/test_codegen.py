@@ -9,7 +9,13 @@ import pytest
 
 from bench import ROOT, Json, codegen
 from bench.codegen_variants import VARIANTS, AttentionVariant
-from flash_mask_cute.call.tiles.tables import SM90_BWD, SM90_FWD, SM100_BWD, SM100_FWD
+from flash_mask_cute.call.tiles.tables import (
+    SM90_BWD,
+    SM90_FWD,
+    SM90_WIDE_BWD,
+    SM100_BWD,
+    SM100_FWD,
+)
 
 ROW: Json = {
     "name": "d64-full",
@@ -73,6 +79,7 @@ def test_what_the_variants_cover() -> None:
     for rows, arch, is_backward in (
         (SM90_FWD, "sm_90a", False),
         (SM90_BWD, "sm_90a", True),
+        (SM90_WIDE_BWD, "sm_90a", True),
         (SM100_FWD, "sm_100a", False),
         (SM100_FWD, "sm_103a", False),
         (SM100_BWD, "sm_100a", True),
