@@ -25,7 +25,13 @@ from flash_mask_cute.call.build_backward import (
 )
 from flash_mask_cute.call.execution_plan import DifferenceTables, SharedSums, ShortTile
 from flash_mask_cute.call.forward import NO_MODS, build_fwd
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Mods, may_empty_rows
+from flash_mask_cute.call.problem import (
+    AttentionProblem,
+    FwdShapes,
+    GivenTensor,
+    Mods,
+    may_empty_rows,
+)
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import (
@@ -284,6 +290,9 @@ def _selections() -> Iterator[tuple[str, AttentionVariant]]:
         "has_seqused_k": True,
     }
     yield "decode-d128-choice", replace(_selection(**of_selection, **entries), decode_rows=16)
+    entries |= {"in_fp8": True, "few_rows": True, "page_box": 128}
+    entries["optional"] = tuple(GivenTensor(f"{x}_descale", "float32", 3) for x in "kv")
+    yield "decode-d128-choice-fp8", replace(_selection(**of_selection, **entries), decode_rows=16)
 
 
 def _selection(mods: Mods = NO_MODS, **fields: Any) -> AttentionVariant:

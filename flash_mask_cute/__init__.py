@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flash_mask_cute.masks.selected_blocks import SelectedBlocks
     from flash_mask_cute.plotting import plot
     from flash_mask_cute.serving import flash_attn_combine, flash_attn_with_kvcache
+    from flash_mask_cute.statistics import attention_statistics, attention_statistics_varlen
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,8 @@ __all__ = [
     "FwdConfig",
     "SelectedBlocks",
     "__version__",
+    "attention_statistics",
+    "attention_statistics_varlen",
     "builders",
     "compile_count",
     "create_block_mask",
@@ -72,6 +75,8 @@ _HOME = {
     "ColumnMask": "flash_mask_cute.masks.column_mask",
     "FwdConfig": "flash_mask_cute.call.settings",
     "SelectedBlocks": "flash_mask_cute.masks.selected_blocks",
+    "attention_statistics": "flash_mask_cute.statistics",
+    "attention_statistics_varlen": "flash_mask_cute.statistics",
     "create_block_mask": "flash_mask_cute.compute_block_sparsity",
     "explain": "flash_mask_cute.interface",
     "flash_attn_combine": "flash_mask_cute.serving",

@@ -13,6 +13,12 @@ from torch.autograd import forward_ad
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.aux_order import why_unordered
 from flash_mask_cute.autograd.eager import Attention
+from flash_mask_cute.autograd.forward_mode import (
+    at_dual_level,
+    attend_with_tangents,
+    carries_tangents,
+    outside_transforms,
+)
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
 from flash_mask_cute.autograd.passes import recorded, refuse_dual_level, with_outputs
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
@@ -99,6 +105,9 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
             unordered = why_unordered(x.q.device, x.have_shared_keys)
         in_order = settle_order(reason, unordered, deterministic)
         call = replaced(call, backward=replaced(call.backward, deterministic=in_order))
+    if at_dual_level() and carries_tangents(call):
+        out, lse, largest = attend_with_tangents(call, return_max)
+        return Results(out, lse, largest if return_max else None)
     refused = None
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
         refuse_transforms()
@@ -159,6 +168,9 @@ def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
         if isinstance(masks.score_mod, str) or isinstance(masks.mask_mod, str):
             return call
         mods = mods_in_graph(*given, q.device.type, False)
+    elif in_transform():
+        with outside_transforms():
+            return with_cute_mods(call, masks)
     else:
         device = getattr(q, "device", None)
         mods = resolve_mods(*given, device)

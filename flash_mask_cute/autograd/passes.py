@@ -31,8 +31,9 @@ _NO_TENSORS: Any = Tensors(None, None, None)  # type: ignore[arg-type]
 
 
 def refuse_dual_level() -> None:
-    """Refuse forward-mode tangents, which operators would drop and cannot see below autograd."""
-    if forward_ad._current_level >= 0:
+    """Refuse forward-mode tangents, which operators would drop and cannot see below autograd. None
+    come from a Function, whose own jvp makes those of its results."""
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
         raise NotImplementedError(NO_FORWARD_MODE)
 
 

@@ -54,7 +54,7 @@ def compile_fwd(
     `function` takes the operands of the table `FORWARD` but the stream, by position; None for what
     the problem does not have. q_start: a tensor, or a number, where -1 is the end.
     """
-    name = arch_spec(target).forward.cache_name
+    name = arch_spec(target).kernel_of(problem).cache_name
     return cached_attention(
         name, problem, tiles, target, lambda: build_fwd(problem, tiles, target, mods), cache
     )
@@ -88,7 +88,8 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` reports."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    kernel = arch_spec(target).forward.load_class()(
+    of_arch = arch_spec(target).kernel_of(problem)
+    kernel = of_arch.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,
@@ -108,7 +109,8 @@ def build_fwd(
         **({"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}),
         **({"shares_mask": True} if problem.shares_mask else {}),
         **({"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}),
-        **tiles.arguments(arch_spec(target).forward),
+        **({"statistics": problem.statistics_block} if problem.statistics else {}),
+        **tiles.arguments(of_arch),
     )
     smem_bytes = kernel.traits.smem_bytes
     arguments = fakes(FORWARD, problem, tiles)

@@ -24,9 +24,9 @@ from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
-# Query rows that share keys, from which on it pays. A block of 128 keys at head dimension 128 takes
-# an SM as long as 43 clocks of all SMs to convert so, by its bytes, and each 64 rows less save
-# about 5.
+# Query rows that visit a key, from which on it pays. A block of 128 keys at head dimension 128
+# takes an SM as long as 43 clocks of all SMs to convert so, by its bytes, and each 64 rows less
+# save about 5.
 LEAST_ROWS = 1024
 # of keys and values in 16 bits
 MOST_BYTES = 512 << 20
@@ -45,6 +45,11 @@ def call_in_16_bits(facts: CallFacts) -> AttentionCall | None:
     if call.options.window_size_left is not None:
         return None
     rows = shapes.mean_seqlen_q * (shapes.heads_q // shapes.heads_kv)
+    selected = facts.masks.selected
+    if selected is not None:
+        # that visit a key, if neighbouring queries chose the same
+        chosen = min(selected.indices.shape[-1] * selected.block_size, shapes.seqlen_k)
+        rows = rows * chosen // shapes.seqlen_k
     width = shapes.head_dim + shapes.head_dim_v
     keys = shapes.batch * shapes.seqlen_k * shapes.heads_kv
     if rows < LEAST_ROWS or keys * width * x.q.itemsize > MOST_BYTES:

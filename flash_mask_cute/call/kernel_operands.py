@@ -70,7 +70,7 @@ def _k(x: AttentionProblem, _: Any) -> Any:
 
 
 def _v(x: AttentionProblem, _: Any) -> Any:
-    return operand(_kv_dtype(x), _rank_k(x), x.head_dim_v)
+    return None if x.statistics else operand(_kv_dtype(x), _rank_k(x), x.head_dim_v)
 
 
 def _kv_dtype(problem: AttentionProblem) -> str:
@@ -79,7 +79,7 @@ def _kv_dtype(problem: AttentionProblem) -> str:
 
 
 def _out(x: AttentionProblem, _: Any) -> Any:
-    return operand(x.dtype, _rank_q(x), x.head_dim_v)
+    return None if x.statistics else operand(x.dtype, _rank_q(x), x.head_dim_v)
 
 
 def _float(_: AttentionProblem, __: Any) -> Any:
@@ -164,9 +164,11 @@ def _counter_fwd(x: AttentionProblem, _: Any) -> Any:
 
 
 def _partials(x: AttentionProblem, _: Any) -> Any:
-    """Destination of the splits of work tiles."""
+    """Destination of the splits of work tiles, or of statistics."""
     import cutlass
 
+    if x.statistics:
+        return _statistics(x)
     if x.split in (None, ONE_FIXED_SPLIT):
         return None
     if x.split == SEQUENTIAL_SPLITS:
@@ -180,6 +182,21 @@ def _partials(x: AttentionProblem, _: Any) -> Any:
         None if by_stream_k else cutlass.Int32(1),
     )
     return (*partials, cutlass.Int32(1)) if x.split == PARALLEL_SPLITS else partials
+
+
+def _statistics(x: AttentionProblem) -> Any:
+    """Destination of statistics (`StatisticsTensors`)."""
+    import cutlass
+
+    exact = x.deterministic
+    shapes = {
+        "key_sums": strided(_rank_k(x) - 1 + exact, "int64" if exact else "float32"),
+        "entropy": strided(_rank_q(x), "float32"),
+        "block_sums": strided(4, "float32"),
+        "block_maxima": strided(4, "float32"),
+    }
+    given = (y if name in x.statistics else None for name, y in shapes.items())
+    return *given, cutlass.Int32(1), cutlass.Int32(1)
 
 
 def parameter_of(name: str) -> str:

@@ -118,7 +118,10 @@ class AttentionProblem:
     lists_per_warpgroup: warpgroups of a forward, or keys of one in a backward, have block lists of
     their own (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a
     backward (`bias_rows.py`). bias_bits: bits of a score, of rows of tables that batch entries of a
-    forward share (`bias_rows.py`), 0 if they do not, or are few.
+    forward share (`bias_rows.py`), 0 if they do not, or are few. statistics: names of the results
+    of a kernel of statistics (`statistics.py`), which is exact in `deterministic` sums of keys;
+    statistics_block: rows and keys of its sums of blocks, and whether rows of all sequences follow
+    each other in them.
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -172,6 +175,8 @@ class AttentionProblem:
     lists_per_warpgroup: bool = False
     entries_first: bool = False
     bias_bits: int = 0
+    statistics: tuple[str, ...] = ()
+    statistics_block: tuple[int, int, bool] = (1, 128, True)
 
     @property
     def cached_bias_bits(self) -> int:

@@ -45,6 +45,14 @@ def registers_left(num_warpgroups: int, taken: int) -> int:
     return launch_registers(num_warpgroups) * num_warpgroups - taken
 
 
+def check_can_run(traits: Any) -> None:
+    """Raises ValueError if no kernel can run with the traits of an attention kernel."""
+    if traits.dtype not in (cutlass.BFloat16, cutlass.Float16):
+        raise ValueError(f"dtype must be BFloat16 or Float16, got {traits.dtype}")
+    if (reason := traits.infeasible()) is not None:
+        raise ValueError(reason)
+
+
 def scheduler_rings(
     storage: Any,
     readers: tuple[int | Int32, int],
@@ -54,13 +62,14 @@ def scheduler_rings(
     fields: tuple[str, ...] = WORK_FIELDS,
     chunk_fields: tuple[str, ...] = CHUNK_FIELDS,
     tokens: cute.Tensor | None = None,
+    tells_next: bool = False,
 ) -> tuple[WorkRing, WalkRing]:
     """The rings that the scheduler warp writes: work tiles for all other warps, walks for some.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param readers: warps that read walks, and warps that read only work tiles
-    :param ascending, uncut_first, predecessors, tokens: see `WalkRing`; fields: see `WorkRing`, and
-        of `WalkRing` chunk_fields
+    :param ascending, uncut_first, predecessors, tokens, tells_next: see `WalkRing`; fields: see
+        `WorkRing`, and of `WalkRing` chunk_fields
     """
     num_walkers, num_others = readers
     work = Ring.create(
@@ -72,5 +81,6 @@ def scheduler_rings(
     walk = Ring.create(
         storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
-    chunks = WalkRing(walk, ascending, uncut_first, predecessors, chunk_fields, tokens)
+    of_blocks = predecessors, chunk_fields, tokens, tells_next
+    chunks = WalkRing(walk, ascending, uncut_first, *of_blocks)
     return WorkRing(work, fields), chunks

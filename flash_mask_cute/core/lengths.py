@@ -168,7 +168,7 @@ class LseTensors(NamedTuple):
         low: Float32 | None,
     ) -> None:
         """Write a row."""
-        place = _place(lengths, work, head_idx, q_idx)
+        place = row_place(lengths, work, head_idx, q_idx)
         self.lse[place] = lse
         if const_expr(self.low is not None):
             self.low[place] = low
@@ -181,10 +181,10 @@ class LseTensors(NamedTuple):
         if const_expr(lengths.seqused_q is not None):
             largest = cutlass.select_(q_idx < work.seqlen_q, largest, -Float32.inf)
         if q_idx < work.slot:
-            self.largest[_place(lengths, work, head_idx, q_idx)] = largest
+            self.largest[row_place(lengths, work, head_idx, q_idx)] = largest
 
 
-def _place(lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32) -> tuple:
+def row_place(lengths: Lengths, work: Work, head_idx: Int32, q_idx: Int32) -> tuple:
     """The place of a row in a tensor like LSE."""
     if lengths.cu_seqlens_q is None:
         return work.batch_idx, head_idx, q_idx

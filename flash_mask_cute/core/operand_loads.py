@@ -111,12 +111,13 @@ class OperandLoads:
 
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
     one word for each key stage, for readers that do not follow walks themselves. It holds the flags
-    of the block (`walk_ring`), its number, and its owners. part: the index of this
-    CTA's part of a block. pages: for keys and values in pages. share: of the rows of these, if they
-    are copied by several warps. cut: makes the bits of a block that is cut, from the work tile, the
-    number of such blocks before it and the block, and returns the next number; for warps that only
-    copy rows, and load no query. scales_k, scales_v: of rows of pages, (pages, page_size, heads),
-    which others read soon. half: the columns of V of this CTA, None: all.
+    of the block (`walk_ring`), its number, and its owners. next_words: the number of the block
+    after it, if walks report it. part: the index of this CTA's part of a block. pages: for keys and
+    values in pages. share: of the rows of these, if they are copied by several warps. cut: makes
+    the bits of a block that is cut, from the work tile, the number of such blocks before it and the
+    block, and returns the next number; for warps that only copy rows, and load no query. scales_k,
+    scales_v: of rows of pages, (pages, page_size, heads), which others read soon. half: the columns
+    of V of this CTA, None: all.
     """
 
     operands: tma.Operands
@@ -127,6 +128,7 @@ class OperandLoads:
     heads_per_kv: Int32
     shape: cutlass.Constexpr[LoadShape]
     words: cute.Tensor | None = None
+    next_words: cute.Tensor | None = None
     part: int | Int32 = 0
     pages: Pages | None = None
     share: CopyShare = CopyShare()
@@ -242,6 +244,8 @@ class OperandLoads:
         if const_expr(self.words is not None and self.cut is None):  # noqa: SIM102 (while tracing)
             if cute.arch.lane_idx() == 0:
                 self.words[channel.index(number)] = word
+                if const_expr(self.next_words is not None):
+                    self.next_words[channel.index(number)] = block.next_index
         return channel
 
     # -- pages ----------------------------------------------------------------------------------
@@ -472,7 +476,9 @@ class OperandLoads:
     @cute.jit
     def _load_values(self, state: LoadState) -> None:
         """Load the pending value block, if any."""
-        if const_expr(self.pages is not None):
+        if const_expr(self.operands.v is self.pages is None):
+            pass  # the kernel has no values
+        elif const_expr(self.pages is not None):
             self._load_paged_values(state)
         elif state.v_block >= 0:
             shape, place = self.shape, state.v_place

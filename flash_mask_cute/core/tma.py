@@ -26,7 +26,8 @@ class Operands(NamedTuple):
     q, o, v: ((head, row), head_dim, ...); k: (row, head_dim, head, ...). The last mode is the
     batch. If sequences are packed, q and k have no batch mode, and o and v have the mode of
     `ragged_rows`. v has both modes if the batch is dense and lengths vary. For pages, the batch
-    mode of k and v counts pages; both are None if rows are copied one by one.
+    mode of k and v counts pages; both are None if rows are copied one by one. v and o are None if
+    the kernel has none.
     """
 
     q_atom: cute.CopyAtom
@@ -35,8 +36,8 @@ class Operands(NamedTuple):
     k: cute.Tensor | None
     v_atom: cute.CopyAtom | None
     v: cute.Tensor | None
-    o_atom: cute.CopyAtom
-    o: cute.Tensor
+    o_atom: cute.CopyAtom | None
+    o: cute.Tensor | None
 
     @property
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
@@ -67,20 +68,17 @@ class Operands(NamedTuple):
         layout_q = traits.layout_q()
         if traits.spread_rows is not None:
             layout_q = rows_of_stage(one_stage(layout_q), traits.spread_rows)
-        for op, view, layout, tile in (
-            (load, head_rows(mQ, packed_q), layout_q, (traits.row_tile, traits.tile_d)),
-            (None if by_rows else load_k, key_rows(mK, packed_k), layout_k, traits.box_k),
-            (
-                None if by_rows else load,
-                sequence_rows(mV, packed_k, ends_early),
-                layout_v,
-                traits.box_v,
-            ),
-            (store, sequence_rows(mO, packed_q), traits.layout_o(), traits.box_o),
+        of_v, of_o = (packed_k, ends_early), (packed_q,)
+        for op, tensor, rows, given, layout, tile in (
+            (load, mQ, head_rows, (packed_q,), layout_q, (traits.row_tile, traits.tile_d)),
+            (None if by_rows else load_k, mK, key_rows, (packed_k,), layout_k, traits.box_k),
+            (None if by_rows else load, mV, sequence_rows, of_v, layout_v, traits.box_v),
+            (store, mO, sequence_rows, of_o, traits.layout_o(), traits.box_o),
         ):
-            if op is None:
+            if op is None or tensor is None:
                 operands += [None, None]
             else:
+                view = rows(tensor, *given)
                 operands += cpasync.make_tiled_tma_atom(op, view, one_stage(layout), tile)
         return Operands(*operands)
 

@@ -49,7 +49,7 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
     for number, walk in enumerate(walks):
         modify = None
         if masks.score_mod is not None:
-            modify = partial(_modify, masks.score_mod, masks.aux_tensors, walk.batch_idx)
+            modify = partial(modify_tile, masks.score_mod, masks.aux_tensors, walk.batch_idx)
         sequence_out, *row_values = _attend_sequence(
             walk.rows_of_q(x.q),
             walk.rows_of_k(x.k),
@@ -95,7 +95,7 @@ def _attend_sequence(
             tile = walk.tile(m_block, n_block)
             heads, visible = walk.visible(tile)
             if heads.any():
-                scores = _score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
+                scores = score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
                 scores.masked_fill_(~visible, NEG_INF)
                 softmax.add(scores, v[..., keys, :])
         result = splits.combined()
@@ -105,7 +105,7 @@ def _attend_sequence(
     return out, lse, low, largest
 
 
-def _score_tile(
+def score_tile(
     q: Tensor,
     k: Tensor,
     tile: Tile,
@@ -120,7 +120,7 @@ def _score_tile(
     return scores
 
 
-def _modify(
+def modify_tile(
     score_mod: Callable[..., Any],
     aux_tensors: Sequence[Tensor] | None,
     batch_idx: int,

@@ -8,6 +8,7 @@ parts, so the result does not depend on the run. There is little to add, and the
 few key blocks: a CTA takes some columns of one, so that many SMs have something to read.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import cutlass
@@ -36,6 +37,7 @@ GROUPS = 4
 SumsOrder = Literal["accumulators", "lanes", "rows"]
 
 
+@dataclass(eq=False)
 class BwdAddParts:
     """Adds partial sums of dK and dV and rounds them; to be passed to `cute.compile`.
 
@@ -46,20 +48,17 @@ class BwdAddParts:
     :param order: of the sums
     """
 
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        accum_cols: tuple[int, int],
-        tile_n: int = TILE_N,
-        order: SumsOrder = "accumulators",
-    ):
-        if tile_n not in (TILE_N, TILE_N // 2):
-            raise ValueError(f"tile_n must be {TILE_N} or {TILE_N // 2}, got {tile_n}")
-        self.dtype = dtype
-        self.tile_n = tile_n
-        self.order = order
+    dtype: type[cutlass.Numeric]
+    accum_cols: tuple[int, int]
+    tile_n: int = TILE_N
+    order: SumsOrder = "accumulators"
+
+    def __post_init__(self) -> None:
+        if self.tile_n not in (TILE_N, TILE_N // 2):
+            raise ValueError(f"tile_n must be {TILE_N} or {TILE_N // 2}, got {self.tile_n}")
         # of a warp
-        self.num_groups = tuple(cols * tile_n // TILE_N // COLS_PER_GROUP for cols in accum_cols)
+        halves = TILE_N // self.tile_n
+        self.num_groups = tuple(cols // halves // COLS_PER_GROUP for cols in self.accum_cols)
         self.num_chunks = tuple(-(-groups // GROUPS) for groups in self.num_groups)
 
     @cute.jit

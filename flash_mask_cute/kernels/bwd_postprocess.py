@@ -4,6 +4,8 @@ A CTA processes one row block of one head. It reads the sums in memory order, so
 a warp is contiguous, and transposes them into rows through shared memory.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
@@ -36,6 +38,7 @@ IN_FLIGHT = 16
 PADDING = 8
 
 
+@dataclass(eq=False)
 class BwdPostprocess:
     """Turns the backward's sums into dQ; to be passed to `cute.compile`.
 
@@ -65,38 +68,33 @@ class BwdPostprocess:
     :raises ValueError: a size is none of these
     """
 
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        head_dim: int,
-        tile_m: int,
-        accum_cols: int,
-        order: str = BY_ACCUMULATORS,
-        num_ctas: int = 1,
-        packing: Packing = ALONE,
-        in_halves: bool = False,
-    ):
-        if tile_m not in (64, 128):
-            raise ValueError(f"tile_m must be 64 or 128, got {tile_m}")
-        if accum_cols % (16 if tile_m == 128 or alternating_sums(accum_cols, num_ctas) else 32):
-            raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={tile_m}")
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    tile_m: int
+    accum_cols: int
+    order: str = BY_ACCUMULATORS
+    num_ctas: int = 1
+    packing: Packing = ALONE
+    in_halves: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tile_m not in (64, 128):
+            raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
+        head_dim, accum_cols = self.head_dim, self.accum_cols
+        by_16 = self.tile_m == 128 or alternating_sums(accum_cols, self.num_ctas)
+        if accum_cols % (16 if by_16 else 32):
+            raise ValueError(f"rows of {accum_cols} sums do not fit tile_m={self.tile_m}")
         if head_dim % VECTOR_16_BITS or not 0 < head_dim <= accum_cols:
             raise ValueError(f"head_dim must be a multiple of 8 up to accum_cols, got {head_dim}")
-        if order not in (BY_ACCUMULATORS, BY_LANES):
-            raise ValueError(f"order of sums must be accumulators or lanes, got {order!r}")
-        self.dtype = dtype
-        self.order = order
-        self.packing = packing
-        self.num_ctas = num_ctas
-        self.tile_m = tile_m
-        self.accum_cols = accum_cols
+        if self.order not in (BY_ACCUMULATORS, BY_LANES):
+            raise ValueError(f"order of sums must be accumulators or lanes, got {self.order!r}")
         self.vectors_per_row = head_dim // VECTOR_16_BITS
         self.parts = None
-        if order == BY_ACCUMULATORS and tile_m == ROWS_PER_WARPGROUP:
-            self.parts = dq_parts(accum_cols, num_ctas, in_halves)
+        if self.order == BY_ACCUMULATORS and self.tile_m == ROWS_PER_WARPGROUP:
+            self.parts = dq_parts(accum_cols, self.num_ctas, self.in_halves)
         shares = self.parts is not None and [x.sharers for x in self.parts] == [2]
-        if packing.is_there and not shares:
-            raise ValueError(f"{packing} needs sums of 64 rows in one part of both warpgroups")
+        if self.packing.is_there and not shares:
+            raise ValueError(f"{self.packing} needs sums of 64 rows in one part of both warpgroups")
 
     @cute.jit
     def __call__(

@@ -15,6 +15,7 @@ squares is finite; otherwise a product with V might not be finite. With a sink t
 is the sink's, and not -inf: then O, which is 0 there, identifies them.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -226,6 +227,7 @@ class PreprocessArgs(NamedTuple):
     mLSELow: cute.Tensor | None
 
 
+@dataclass(eq=False)
 class BwdPreprocess:
     """Fills the row statistics, and prepares the sums of dQ; to be passed to `cute.compile`.
 
@@ -243,16 +245,16 @@ class BwdPreprocess:
     :raises ValueError: a size is none of these
     """
 
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        head_dim_v: int,
-        tile_m: int,
-        has_reference: bool = False,
-        packing: Packing = ALONE,
-        has_marks: bool = False,
-        num_semaphores: int = 1,
-    ):
+    dtype: type[cutlass.Numeric]
+    head_dim_v: int
+    tile_m: int
+    has_reference: bool = False
+    packing: Packing = ALONE
+    has_marks: bool = False
+    num_semaphores: int = 1
+
+    def __post_init__(self) -> None:
+        tile_m, head_dim_v, packing = self.tile_m, self.head_dim_v, self.packing
         if tile_m % packing.rows or packing.heads > packing.rows:
             raise ValueError(
                 f"rows of a query must divide tile_m={tile_m}, and heads be no more, got {packing}"
@@ -262,12 +264,6 @@ class BwdPreprocess:
         if head_dim_v % VECTOR_16_BITS or not 0 < head_dim_v <= MAX_WIDE_HEAD_DIM:
             most = f"a multiple of 8 up to {MAX_WIDE_HEAD_DIM}"
             raise ValueError(f"head_dim_v must be {most}, got {head_dim_v}")
-        self.dtype = dtype
-        self.tile_m = tile_m
-        self.has_reference = has_reference
-        self.packing = packing
-        self.has_marks = has_marks
-        self.num_semaphores = num_semaphores
         # rows that whole warps and whole rounds see to, the last of them for nothing
         self.padded_rows = -(-tile_m // WARP) * WARP
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS

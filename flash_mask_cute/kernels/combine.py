@@ -18,6 +18,7 @@ depend on timing. The kernel is launched programmatically: its CTAs may start be
 whose results it combines has ended, and wait for its end.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -58,6 +59,7 @@ class SplitTensors(NamedTuple):
     low: cute.Tensor | None
 
 
+@dataclass(eq=False)
 class Combine:
     """Combines partial results; to be passed to `cute.compile`.
 
@@ -69,25 +71,20 @@ class Combine:
     :raises ValueError: head_dim_v or warps_per_row is none of these
     """
 
-    def __init__(
-        self,
-        head_dim_v: int,
-        tile_m: int | None = None,
-        packed_heads: int = 1,
-        group: int = 1,
-        warps_per_row: int = 1,
-    ):
-        if head_dim_v % 8 or not 0 < head_dim_v <= MAX_COLUMNS:
+    head_dim_v: int
+    tile_m: int | None = None
+    packed_heads: int = 1
+    group: int = 1
+    warps_per_row: int = 1
+
+    def __post_init__(self) -> None:
+        columns, warps = self.head_dim_v, self.warps_per_row
+        if columns % 8 or not 0 < columns <= MAX_COLUMNS:
             raise ValueError(
-                f"head_dim_v must be a multiple of 8 up to {MAX_COLUMNS}, got {head_dim_v}"
+                f"head_dim_v must be a multiple of 8 up to {MAX_COLUMNS}, got {columns}"
             )
-        if warps_per_row not in (1, WARPS_PER_CTA):
-            raise ValueError(f"warps_per_row must be 1 or {WARPS_PER_CTA}, got {warps_per_row}")
-        self.warps_per_row = warps_per_row
-        self.head_dim_v = head_dim_v
-        self.tile_m = tile_m
-        self.packed_heads = packed_heads
-        self.group = group
+        if warps not in (1, WARPS_PER_CTA):
+            raise ValueError(f"warps_per_row must be 1 or {WARPS_PER_CTA}, got {warps}")
 
     @cute.jit
     def __call__(
@@ -116,7 +113,8 @@ class Combine:
             num_rows = batch * rows * heads
         else:
             num_rows = mPending.shape[0] * mLSE_partial.shape[1]
-        self.kernel(mO_partial, mLSE_partial, mLow_partial, mPending, mO, mLSE).launch(
+        splits = SplitTensors(mO_partial, mLSE_partial, mLow_partial)
+        self.kernel(splits, mPending, mO, mLSE).launch(
             grid=(cute.ceil_div(num_rows, WARPS_PER_CTA // self.warps_per_row), 1, 1),
             block=(WARP * WARPS_PER_CTA, 1, 1),
             stream=stream,
@@ -126,9 +124,7 @@ class Combine:
     @cute.kernel
     def kernel(
         self,
-        mO_partial: cute.Tensor,
-        mLSE_partial: cute.Tensor,
-        mLow_partial: cute.Tensor | None,
+        splits: SplitTensors,
         mPending: cute.Tensor | None,
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
@@ -141,11 +137,10 @@ class Combine:
         values = cute.make_rmem_tensor((VECTOR, vectors), Float32)
         cute.arch.griddepcontrol_wait()
         if const_expr(self.tile_m is None):
-            row = self._row_by_rows(number, mO_partial, mO)
+            row = self._row_by_rows(number, splits, mO)
         else:
-            row = self._row_by_stream_k(number, mPending, mLSE_partial.shape[1])
+            row = self._row_by_stream_k(number, mPending, splits.lse.shape[1])
         if row.is_there:
-            splits = SplitTensors(mO_partial, mLSE_partial, mLow_partial)
             if const_expr(self.warps_per_row == 1):
                 sums = self._combined(row, Int32(0), splits, values)
                 self._store(row, sums, values, mO, mLSE)
@@ -158,16 +153,15 @@ class Combine:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def _row_by_rows(self, number: Int32, mO_partial: cute.Tensor, mO: cute.Tensor) -> Row:
+    def _row_by_rows(self, number: Int32, splits: SplitTensors, mO: cute.Tensor) -> Row:
         batch, rows, heads, _ = mO.shape
         # heads change fastest, as they do in memory
         head_idx = number % heads
         of_head = number // heads
         is_there = number < batch * rows * heads
-        splits = mO_partial.shape[0]
         zero = Int32(0)
         place = of_head // rows, of_head % rows, head_idx
-        return Row(is_there, splits, *place, zero, zero, zero)
+        return Row(is_there, splits.o.shape[0], *place, zero, zero, zero)
 
     def _row_by_stream_k(self, number: Int32, mPending: cute.Tensor, rows: Int32) -> Row:
         cta, tile_row = number // rows, number % rows

@@ -16,8 +16,8 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_mask_cute.core.ordered_sums import VECTOR, RowSums, normalised, reduced
 from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.kernels.combine import WARPS_PER_CTA, SplitTensors
 
-WARPS_PER_CTA = 4
 # numbers of a lane, of all fixed splits whose loads are in flight together
 IN_FLIGHT = 64
 
@@ -55,7 +55,8 @@ class ReduceSplits:
         :param mLSE: fp32 (batch, row, head)
         """
         batch, rows, heads, _ = mO.shape
-        self.kernel(mO_partial, mLSE_partial, mLow_partial, mSink, mO, mLSE).launch(
+        splits = SplitTensors(mO_partial, mLSE_partial, mLow_partial)
+        self.kernel(splits, mSink, mO, mLSE).launch(
             grid=(cute.ceil_div(batch * rows * heads, WARPS_PER_CTA), 1, 1),
             block=(WARP * WARPS_PER_CTA, 1, 1),
             stream=stream,
@@ -65,9 +66,7 @@ class ReduceSplits:
     @cute.kernel
     def kernel(
         self,
-        mO_partial: cute.Tensor,
-        mLSE_partial: cute.Tensor,
-        mLow_partial: cute.Tensor | None,
+        splits: SplitTensors,
         mSink: cute.Tensor | None,
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
@@ -82,7 +81,7 @@ class ReduceSplits:
             place = of_head // rows, of_head % rows, number % heads
             values = cute.make_rmem_tensor((VECTOR, self.vectors), Float32)
             values.fill(0.0)
-            sums = self._reduced(place, mO_partial, mLSE_partial, mLow_partial, values)
+            sums = self._reduced(place, splits, values)
             sink = None
             if const_expr(mSink is not None):
                 sink = mSink[place[2]].to(Float32)
@@ -93,17 +92,10 @@ class ReduceSplits:
             self._store(values, result.factor, mO[(*place, None)])
 
     @cute.jit
-    def _reduced(
-        self,
-        place: tuple,
-        mO_partial: cute.Tensor,
-        mLSE_partial: cute.Tensor,
-        mLow_partial: cute.Tensor | None,
-        values: cute.Tensor,
-    ) -> RowSums:
+    def _reduced(self, place: tuple, splits: SplitTensors, values: cute.Tensor) -> RowSums:
         """Reduce the fixed splits of a row: their outputs into this lane's columns, `values`."""
         sums = RowSums.empty()
-        num_splits = mO_partial.shape[0]
+        num_splits = splits.o.shape[0]
         lses, lows = (cute.make_rmem_tensor((self.batch,), Float32) for _ in range(2))
         of_splits = cute.make_rmem_tensor((VECTOR, self.vectors, self.batch), Float32)
         for start in cutlass.range(0, num_splits, self.batch, unroll=1):
@@ -111,12 +103,12 @@ class ReduceSplits:
             lows.fill(0.0)
             for i in cutlass.range_constexpr(self.batch):
                 if start + i < num_splits:
-                    self._load(start + i, place, mO_partial, of_splits[None, None, i])
-                    lses[i] = mLSE_partial[(start + i, *place)]
-                    if const_expr(mLow_partial is not None):
-                        lows[i] = mLow_partial[(start + i, *place)]
+                    self._load(start + i, place, splits.o, of_splits[None, None, i])
+                    lses[i] = splits.lse[(start + i, *place)]
+                    if const_expr(splits.low is not None):
+                        lows[i] = splits.low[(start + i, *place)]
             for i in cutlass.range_constexpr(self.batch):
-                low = None if const_expr(mLow_partial is None) else lows[i]
+                low = None if const_expr(splits.low is None) else lows[i]
                 # the last batch has places without a fixed split, whose memory may hold anything
                 counts = lses[i] != -Float32.inf
                 sums, scale, weight = sums.add(lses[i], low)

@@ -148,8 +148,8 @@ def is_set(word: Int32, bit: int) -> Boolean:
 
 
 @cute.jit
-def hide_unset(scores: cute.Tensor, words: tuple) -> None:
-    """Set scores (rows, cols) to -inf in columns whose bit is not set in the word of their row.
+def hide_unset(scores: cute.Tensor, words: tuple, hidden: Float32 | float = -Float32.inf) -> None:
+    """Set scores (rows, cols) to `hidden` in columns whose bit is not set in the word of their row.
 
     16 bits at a time, which become predicates together
     (docs/facts/compiler.md#selects-predicates-and-bits).
@@ -160,7 +160,7 @@ def hide_unset(scores: cute.Tensor, words: tuple) -> None:
             half = words[r] >> first
             for c in cutlass.range_constexpr(first, min(first + HALF_WORD, num_cols)):
                 keep = (half & (1 << (c - first))) != 0
-                scores[r, c] = cutlass.select_(keep, scores[r, c], -Float32.inf)
+                scores[r, c] = cutlass.select_(keep, scores[r, c], hidden)
 
 
 def hide_unset_in_order(scores: cute.Tensor, word: Int32) -> None:

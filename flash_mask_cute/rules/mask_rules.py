@@ -216,6 +216,11 @@ class MaskArgs(NamedTuple):
         left, right, causal_per_seq = window
         return MaskArgs(left, right, columns, lists, bits, aux_tensors, mask_bits, causal_per_seq)
 
+    @property
+    def has_selection(self) -> bool:
+        """Whether each query chose its key blocks."""
+        return self.bits is not None and self.bits.is_selection
+
     def may_shorten(self, kernel: "MaskedKernel") -> bool:
         """Whether intervals, lists or a callable may shorten walks a lot."""
         shorteners = (self.columns, self.bits, self.mask_bits, kernel.mask_mod)
@@ -298,7 +303,7 @@ class MaskRules:
     @property
     def has_selection(self) -> bool:
         """Whether each query chose its key blocks."""
-        return self.args.bits is not None and self.args.bits.is_selection
+        return self.args.has_selection
 
     @property
     def _may_need_mask_mod(self) -> bool:

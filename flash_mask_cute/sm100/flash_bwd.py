@@ -47,6 +47,7 @@ order of products, and channels for what lies over each other in TMEM (`flash_bw
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.cta import WALK_STAGES, thread_in_warpgroup
+from flash_mask_cute.core.cta import WALK_STAGES, check_can_run, thread_in_warpgroup
 from flash_mask_cute.core.dq_sums import DqSums, Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
@@ -121,6 +122,7 @@ class BwdScoreArgs(NamedTuple):
     aux_grads: tuple[cute.Tensor, ...] | None
 
 
+@dataclass(eq=False)
 class FlashAttentionBackwardSm100:
     """Backward kernel for Blackwell, to be passed to `cute.compile`.
 
@@ -153,73 +155,55 @@ class FlashAttentionBackwardSm100:
     :raises NotImplementedError: for an option that this kernel does not have
     """
 
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        head_dim: int,
-        head_dim_v: int | None = None,
-        is_causal: bool = False,
-        is_local: bool = False,
-        tile_m: int = 128,
-        stages_q: int = 2,
-        stages_do: int = 1,
-        stages_kv: int = 1,
-        value_cols: int = 0,
-        mask_mod: Callable[..., Any] | None = None,
-        score_mod: Callable[..., Any] | None = None,
-        score_mod_bwd: Callable[..., Any] | None = None,
-        wants_aux: tuple[int, ...] = (),
-        has_aux_tensors: bool = False,
-        intervals: Intervals | None = None,
-        skip_blocks: bool = True,
-        deterministic: bool = False,
-        clears_dq: bool = False,
-        cta_pair: bool = False,
-        num_sms: int = 148,
-        may_empty_rows: bool = False,
-        shared_kv: bool = False,
-    ):
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        if dtype not in (cutlass.BFloat16, cutlass.Float16):
-            raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int | None = None
+    is_causal: bool = False
+    is_local: bool = False
+    tile_m: int = 128
+    stages_q: int = 2
+    stages_do: int = 1
+    stages_kv: int = 1
+    value_cols: int = 0
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
+    score_mod_bwd: Callable[..., Any] | None = None
+    wants_aux: tuple[int, ...] = ()
+    has_aux_tensors: bool = False
+    intervals: Intervals | None = None
+    skip_blocks: bool = True
+    deterministic: bool = False
+    clears_dq: bool = False
+    cta_pair: bool = False
+    num_sms: int = 148
+    may_empty_rows: bool = False
+    shared_kv: bool = False
+
+    def __post_init__(self) -> None:
         self.traits = BwdTraits(
-            dtype,
-            head_dim,
-            head_dim_v,
-            tile_m,
-            *(stages_q, stages_do, stages_kv),
-            value_cols=value_cols,
-            cta_pair=cta_pair,
-            has_marks=may_empty_rows,
-            has_reference=score_mod is not None,
+            self.dtype,
+            self.head_dim,
+            self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            self.tile_m,
+            *(self.stages_q, self.stages_do, self.stages_kv),
+            value_cols=self.value_cols,
+            cta_pair=self.cta_pair,
+            has_marks=self.may_empty_rows,
+            has_reference=self.score_mod is not None,
         )
-        reason = self.traits.infeasible()
-        if reason is not None:
-            raise ValueError(reason)
-        if wants_aux and (score_mod is None or score_mod_bwd is not None or deterministic):
+        check_can_run(self.traits)
+        can_sum = self.score_mod is not None and self.score_mod_bwd is None
+        if self.wants_aux and (self.deterministic or not can_sum):
             raise ValueError(
-                f"wants_aux {wants_aux} needs a score_mod, no score_mod_bwd and no fixed order"
+                f"wants_aux {self.wants_aux} needs a score_mod, no score_mod_bwd and no fixed order"
             )
-        if clears_dq and deterministic:
+        if self.clears_dq and self.deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
-        if cta_pair and (score_mod is not None or num_sms < 2):
+        if self.cta_pair and (self.score_mod is not None or self.num_sms < 2):
             raise ValueError(
                 "cta_pair=True needs num_sms of 2 and more, and no score_mod, got "
-                f"num_sms={num_sms}, score_mod={score_mod}"
+                f"num_sms={self.num_sms}, score_mod={self.score_mod}"
             )
-        self.is_causal = is_causal
-        self.is_local = is_local
-        self.mask_mod = mask_mod
-        self.score_mod = score_mod
-        self.score_mod_bwd = score_mod_bwd
-        self.wants_aux = wants_aux
-        self.has_aux_tensors = has_aux_tensors
-        self.intervals = intervals
-        self.skip_blocks = skip_blocks
-        self.deterministic = deterministic
-        self.clears_dq = clears_dq
-        self.num_sms = num_sms
-        self.shared_kv = shared_kv
 
     def launches(self) -> list["FlashAttentionBackwardSm100"]:
         """The kernels to launch one after the other: see `BwdTraits.launches`."""

@@ -13,6 +13,7 @@ from flash_mask_cute.core.clusters import Claims
 from flash_mask_cute.core.cta import RING_STAGES, WALK_STAGES, scheduler_rings, swizzled
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.storage import barriers, elements, floats, words
 from flash_mask_cute.core.walk_ring import CHUNK, WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.sm100.flash_bwd_registers import HALVES
@@ -103,19 +104,7 @@ class BwdSmem(NamedTuple):
 def storage_of(traits: BwdTraits, is_ordered: bool) -> cute.struct:
     """The shared memory of a CTA. is_ordered: dQ is summed in a fixed order."""
 
-    def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
-        size = cute.cosize(layout) if is_there else 0
-        return cute.struct.Align[cute.struct.MemRange[traits.dtype, size], 1024]
-
-    def barriers(stages: int) -> type:
-        return cute.struct.MemRange[cutlass.Int64, 2 * stages]
-
-    def words(count: int) -> type:
-        return cute.struct.Align[cute.struct.MemRange[cutlass.Int32, count], 16]
-
-    def floats(count: int) -> type:
-        return cute.struct.Align[cute.struct.MemRange[cutlass.Float32, count], 128]
-
+    dtype = traits.dtype
     # of a folded pair by rows and by columns in turn
     has_columns = traits.cta_pair and not traits.is_folded
     has_claims = traits.cta_pair and is_ordered
@@ -124,17 +113,17 @@ def storage_of(traits: BwdTraits, is_ordered: bool) -> cute.struct:
     class Storage:
         if traits.is_wide_pair:
             # dS lies over these, in this order
-            do: elements(traits.layout_do())
-            do_columns: elements(traits.layout_value_columns())
-        q: elements(traits.layout_q())
-        do: elements(traits.layout_do())
-        k: elements(traits.layout_k())
-        v: elements(traits.layout_v(), traits.makes_dk)
-        q_columns: elements(traits.layout_columns(), has_columns)
-        do_columns: elements(traits.layout_value_columns(), has_columns)
-        k_columns: elements(traits.layout_key_columns(), traits.cta_pair)
-        ds: elements(traits.layout_ds(), not traits.is_wide_pair)
-        p: elements(cute.make_layout(traits.tile_n * traits.tile_m), traits.is_folded)
+            do: elements(dtype, traits.layout_do())
+            do_columns: elements(dtype, traits.layout_value_columns())
+        q: elements(dtype, traits.layout_q())
+        do: elements(dtype, traits.layout_do())
+        k: elements(dtype, traits.layout_k())
+        v: elements(dtype, traits.layout_v(), traits.makes_dk)
+        q_columns: elements(dtype, traits.layout_columns(), has_columns)
+        do_columns: elements(dtype, traits.layout_value_columns(), has_columns)
+        k_columns: elements(dtype, traits.layout_key_columns(), traits.cta_pair)
+        ds: elements(dtype, traits.layout_ds(), not traits.is_wide_pair)
+        p: elements(dtype, cute.make_layout(traits.tile_n * traits.tile_m), traits.is_folded)
         dq: floats(traits.bytes_dq // 4)
         stats: floats(traits.stats_words * traits.stages_q)
         bits: words(traits.columns.num_words * traits.tile_n)

@@ -41,7 +41,7 @@ behalf of both CTAs, and completed products signal both (`umma.Group`, `Channel.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ from cutlass.cute.nvgpu import cpasync
 from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.core.cta import check_can_run, thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.packed_heads import padded_group
@@ -110,6 +110,7 @@ class HalfTile(NamedTuple):
     tile: Int32
 
 
+@dataclass(eq=False)
 class FlashAttentionForwardSm100:
     """Forward kernel for Blackwell, to be passed to `cute.compile`.
 
@@ -137,79 +138,64 @@ class FlashAttentionForwardSm100:
     :raises ValueError: for a shape or configuration that cannot run
     """
 
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        head_dim: int,
-        head_dim_v: int | None = None,
-        qhead_per_kvhead: int = 1,
-        is_causal: bool = False,
-        is_local: bool = False,
-        pack_gqa: bool = False,
-        tile_m: int = 256,
-        tile_n: int = 128,
-        num_stages: int = 2,
-        mask_mod: Callable[..., Any] | None = None,
-        score_mod: Callable[..., Any] | None = None,
-        has_aux_tensors: bool = False,
-        stages_q: int = 1,
-        share_qo: bool = False,
-        intervals: Intervals | None = None,
-        skip_blocks: bool = True,
-        polynomial: int = 0,
-        num_sms: int = 148,
-        cta_pair: bool = False,
-        split: str | None = None,
-        page_box: int | None = None,
-        shared_kv: bool = False,
-        shares_mask: bool = False,
-    ):
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int | None = None
+    qhead_per_kvhead: int = 1
+    is_causal: bool = False
+    is_local: bool = False
+    pack_gqa: bool = False
+    tile_m: int = 256
+    tile_n: int = 128
+    num_stages: int = 2
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
+    has_aux_tensors: bool = False
+    stages_q: int = 1
+    share_qo: bool = False
+    intervals: Intervals | None = None
+    skip_blocks: bool = True
+    polynomial: int = 0
+    num_sms: int = 148
+    cta_pair: bool = False
+    split: str | None = None
+    page_box: int | None = None
+    shared_kv: bool = False
+    shares_mask: bool = False
+
+    def __post_init__(self) -> None:
         self.traits = FwdTraits(
-            dtype,
-            head_dim,
-            head_dim if head_dim_v is None else head_dim_v,
-            tile_m,
-            tile_n,
-            packed_heads=padded_group(qhead_per_kvhead) if pack_gqa else 1,
-            stages_kv=num_stages,
-            stages_q=stages_q,
-            share_qo=share_qo,
-            cta_pair=cta_pair,
-            heads_there=qhead_per_kvhead if pack_gqa else None,
-            page_box=page_box,
+            self.dtype,
+            self.head_dim,
+            self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            self.tile_m,
+            self.tile_n,
+            packed_heads=padded_group(self.qhead_per_kvhead) if self.pack_gqa else 1,
+            stages_kv=self.num_stages,
+            stages_q=self.stages_q,
+            share_qo=self.share_qo,
+            cta_pair=self.cta_pair,
+            heads_there=self.qhead_per_kvhead if self.pack_gqa else None,
+            page_box=self.page_box,
         )
-        if cta_pair and (split is not None or page_box is not None):
+        if self.cta_pair and (self.split is not None or self.page_box is not None):
             raise NotImplementedError("pairs of CTAs have no split and no page_box")
-        if dtype not in (cutlass.BFloat16, cutlass.Float16):
-            raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        reason = self.traits.infeasible()
-        if reason is not None:
-            raise ValueError(reason)
-        if num_sms < self.traits.group.size:
-            raise ValueError(f"a pair of CTAs needs two SMs, got num_sms={num_sms}")
-        self.is_causal = is_causal
-        self.is_local = is_local
-        self.mask_mod, self.shares_mask = mask_mod, shares_mask
-        self.score_mod = score_mod
+        check_can_run(self.traits)
+        if self.num_sms < self.traits.group.size:
+            raise ValueError(f"a pair of CTAs needs two SMs, got num_sms={self.num_sms}")
         # of the score_mod, known while the kernel is traced
         self.score_traits = ScoreModTraits()
         # While the exponentials of one half are computed, products of the other one would wait.
         # One half alone has two buffers of scores instead. With a score_mod, other things than a
         # sum show that a maximum is too old.
-        self.in_parts = score_mod is None and self.traits.halves > 1
+        self.in_parts = self.score_mod is None and self.traits.halves > 1
         # beside what a score_mod computes, or the bounds of a split, it would spill 16 to 48 bytes
-        self.hides_in_order = score_mod is None and split is None
-        self.has_aux_tensors = has_aux_tensors
-        self.intervals = intervals
-        self.skip_blocks = skip_blocks
+        self.hides_in_order = self.score_mod is None and self.split is None
         # What the first part of P needs comes sooner, where there is one. Beside the bounds of a
         # split, what saves instructions would spill 16 to 320 bytes.
-        columns = FIRST_PART if self.in_parts and split is None else tile_n
-        places = spread(polynomial, columns, tile_n // umma.CHUNK)
-        self.arithmetic = [WholeRows(x, saturates=split is None) for x in places]
-        self.num_sms = num_sms
-        self.split = split
-        self.shared_kv = shared_kv
+        columns = FIRST_PART if self.in_parts and self.split is None else self.tile_n
+        places = spread(self.polynomial, columns, self.tile_n // umma.CHUNK)
+        self.arithmetic = [WholeRows(x, saturates=self.split is None) for x in places]
 
     @cute.jit
     def __call__(

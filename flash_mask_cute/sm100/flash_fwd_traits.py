@@ -29,6 +29,7 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.storage import barriers, elements, words
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.work_ring import WorkRing
 from flash_mask_cute.sm100 import umma
@@ -374,21 +375,12 @@ class FwdTraits(PackedHeads):
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
 
-        def elements(layout: cute.ComposedLayout) -> type:
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
-
-        def barriers(stages: int) -> type:
-            return cute.struct.MemRange[cutlass.Int64, 2 * stages]
-
-        def words(count: int) -> type:
-            return cute.struct.Align[cute.struct.MemRange[cutlass.Int32, count], 16]
-
         @cute.struct
         class Storage:
-            q: elements(self.layout_q())
-            k: elements(self.layout_k())
-            v: elements(self.layout_v())
-            o: elements(self.layout_o())
+            q: elements(self.dtype, self.layout_q())
+            k: elements(self.dtype, self.layout_k())
+            v: elements(self.dtype, self.layout_v())
+            o: elements(self.dtype, self.layout_o())
             q_barriers: barriers(self.halves * self.stages_q)
             k_barriers: barriers(self.stages_kv)
             v_barriers: barriers(self.stages_v)

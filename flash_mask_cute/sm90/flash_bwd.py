@@ -44,6 +44,7 @@ docs/backward_sm90.md gives the reasons.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.core import clusters, tma
-from flash_mask_cute.core.cta import WALK_STAGES
+from flash_mask_cute.core.cta import WALK_STAGES, check_can_run
 from flash_mask_cute.core.dq_sums import Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
@@ -115,6 +116,7 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 
+@dataclass(eq=False)
 class FlashAttentionBackwardSm90:
     """Backward kernel for Hopper, for `cute.compile` (examples/10_native_backward.py).
 
@@ -158,101 +160,79 @@ class FlashAttentionBackwardSm90:
 
     traits_class = BwdTraits
 
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        head_dim: int,
-        head_dim_v: int | None = None,
-        is_causal: bool = False,
-        is_local: bool = False,
-        tile_m: int = 64,
-        stages_q: int = 2,
-        stages_do: int = 2,
-        stages_kv: int = 1,
-        value_cols: int = 0,
-        mask_mod: Callable[..., Any] | None = None,
-        score_mod: Callable[..., Any] | None = None,
-        score_mod_bwd: Callable[..., Any] | None = None,
-        wants_aux: tuple[int, ...] = (),
-        has_aux_tensors: bool = False,
-        intervals: Intervals | None = None,
-        skip_blocks: bool = True,
-        deterministic: bool = False,
-        clears_dq: bool = False,
-        cta_pair: bool = False,
-        num_sms: int = 132,
-        may_empty_rows: bool = False,
-        shared_kv: bool = False,
-        splits_group: bool = False,
-        packed_heads: int = 1,
-        group_size: int = 0,
-        masks_by_head: bool = False,
-        shares_tile: bool = False,
-        splits_keys: bool = False,
-        lists_per_warpgroup: bool = False,
-        entries_first: bool = False,
-    ):
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        if dtype not in (cutlass.BFloat16, cutlass.Float16):
-            raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        stages = (stages_q, stages_do, stages_kv)
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int | None = None
+    is_causal: bool = False
+    is_local: bool = False
+    tile_m: int = 64
+    stages_q: int = 2
+    stages_do: int = 2
+    stages_kv: int = 1
+    value_cols: int = 0
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
+    score_mod_bwd: Callable[..., Any] | None = None
+    wants_aux: tuple[int, ...] = ()
+    has_aux_tensors: bool = False
+    intervals: Intervals | None = None
+    skip_blocks: bool = True
+    deterministic: bool = False
+    clears_dq: bool = False
+    cta_pair: bool = False
+    num_sms: int = 132
+    may_empty_rows: bool = False
+    shared_kv: bool = False
+    splits_group: bool = False
+    packed_heads: int = 1
+    group_size: int = 0
+    masks_by_head: bool = False
+    shares_tile: bool = False
+    splits_keys: bool = False
+    lists_per_warpgroup: bool = False
+    entries_first: bool = False
+
+    def __post_init__(self) -> None:
+        score_mod, clears_dq = self.score_mod, self.clears_dq
         summed = getattr(score_mod, "summed", ())
         self.traits = self.traits_class(
-            dtype,
-            head_dim,
-            head_dim_v,
-            tile_m,
-            *stages,
-            value_cols,
-            cta_pair,
-            splits_keys,
-            has_marks=may_empty_rows,
+            self.dtype,
+            self.head_dim,
+            self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            self.tile_m,
+            *(self.stages_q, self.stages_do, self.stages_kv),
+            self.value_cols,
+            self.cta_pair,
+            self.splits_keys,
+            has_marks=self.may_empty_rows,
             has_reference=score_mod is not None,
-            packed_heads=packed_heads,
-            group_size=group_size,
-            shares_tile=shares_tile,
+            packed_heads=self.packed_heads,
+            group_size=self.group_size,
+            shares_tile=self.shares_tile,
             sums_of_warp=sum(x.mma_words for x in summed),
             sums_of_mask_warp=sum(x.mask_words for x in summed),
-            lists_per_warpgroup=lists_per_warpgroup,
+            lists_per_warpgroup=self.lists_per_warpgroup,
         )
-        if lists_per_warpgroup and not (mask_mod is score_mod is None):
-            raise ValueError(
-                f"lists_per_warpgroup=True needs no mods, got {mask_mod} and {score_mod}"
-            )
-        reason = self.traits.infeasible()
-        if reason is not None:
-            raise ValueError(reason)
-        if wants_aux and (score_mod is None or score_mod_bwd is not None):
-            raise ValueError(f"wants_aux {wants_aux} needs a score_mod and no score_mod_bwd")
-        if clears_dq and deterministic:
+        if self.lists_per_warpgroup and not (self.mask_mod is score_mod is None):
+            mods = f"{self.mask_mod} and {score_mod}"
+            raise ValueError(f"lists_per_warpgroup=True needs no mods, got {mods}")
+        check_can_run(self.traits)
+        if self.wants_aux and (score_mod is None or self.score_mod_bwd is not None):
+            raise ValueError(f"wants_aux {self.wants_aux} needs a score_mod and no score_mod_bwd")
+        if clears_dq and self.deterministic:
             raise ValueError("clears_dq is for sums without an order, got deterministic=True")
-        if cta_pair and (score_mod is not None or not clears_dq or num_sms < clusters.CTAS):
+        has_ctas = self.num_sms >= clusters.CTAS
+        if self.cta_pair and (score_mod is not None or not clears_dq or not has_ctas):
             raise ValueError(
                 "cta_pair=True needs clears_dq=True, num_sms of 2 and more, and no score_mod, got "
-                f"clears_dq={clears_dq}, num_sms={num_sms}, score_mod={score_mod}"
+                f"clears_dq={clears_dq}, num_sms={self.num_sms}, score_mod={score_mod}"
             )
-        if splits_keys and score_mod is not None:
+        if self.splits_keys and score_mod is not None:
             raise ValueError(f"splits_keys=True needs no score_mod, got {score_mod}")
-        if self.traits.by_query_lists and (not clears_dq or splits_group):
+        if self.traits.by_query_lists and (not clears_dq or self.splits_group):
             raise ValueError(
-                f"packed_heads={packed_heads} needs clears_dq=True and splits_group=False"
+                f"packed_heads={self.packed_heads} needs clears_dq=True and splits_group=False"
             )
-        self.splits_group = splits_group
-        self.entries_first = entries_first
-        self.is_causal = is_causal
-        self.is_local = is_local
-        self.mask_mod = mask_mod
-        self.score_mod = score_mod
-        self.score_mod_bwd = score_mod_bwd
-        self.wants_aux = wants_aux
-        self.has_aux_tensors = has_aux_tensors
-        self.intervals = intervals
-        self.skip_blocks = skip_blocks
-        self.deterministic = deterministic
-        self.clears_dq = clears_dq
-        self.num_sms = num_sms
-        self.shared_kv = shared_kv
-        self.masks_by_head = masks_by_head
 
     @cute.jit
     def __call__(

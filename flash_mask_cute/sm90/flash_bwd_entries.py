@@ -19,6 +19,7 @@ through shared memory; one stores dK, the other one dV. CTAs have equal numbers 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Stretch(NamedTuple):
     number: Int32
 
 
+@dataclass(eq=False)
 class EntryBackwardSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
@@ -112,18 +114,15 @@ class EntryBackwardSm90:
     :param is_causal: as in the main kernel
     """
 
-    def __init__(
-        self,
-        traits: EntryTraits,
-        score_mod: Callable[..., Any],
-        wants_aux: tuple[int, ...] = (),
-        is_causal: bool = False,
-    ):
-        if not traits.fits:
-            raise ValueError(f"a CTA has no room for {traits}")
-        self.traits = traits
-        self.summed = SummedTensors(score_mod, wants_aux, ())
-        self.is_causal = is_causal
+    traits: EntryTraits
+    score_mod: Callable[..., Any]
+    wants_aux: tuple[int, ...] = ()
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.traits.fits:
+            raise ValueError(f"a CTA has no room for {self.traits}")
+        self.summed = SummedTensors(self.score_mod, self.wants_aux, ())
 
     @cute.jit
     def __call__(

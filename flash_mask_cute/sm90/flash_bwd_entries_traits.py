@@ -4,10 +4,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
@@ -17,9 +13,10 @@ from flash_mask_cute.core.cta import (
     swizzled,
 )
 from flash_mask_cute.core.row_blocks import stats_words
+from flash_mask_cute.core.storage import barriers, elements, floats
 from flash_mask_cute.sm90.entry_loads import HeadColumns
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING
-from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+from flash_mask_cute.sm90.wgmma import MN, REGISTERS, ROWS_PER_WARPGROUP, make_mma, rows_layout
 
 NUM_MMA_WARPGROUPS = 2
 # queries of a tile are a multiple of this, up to that
@@ -131,33 +128,20 @@ class EntryTraits(HeadColumns):
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (1 + NUM_MMA_WARPGROUPS)
 
-    def mma(
-        self,
-        n: int,
-        b_major: OperandMajorMode,
-        source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
-    ) -> cute.TiledMma:
-        """64 rows by n columns."""
-        kind = self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32
-        return hopper.make_trivial_tiled_mma(*kind, (1, 1, 1), (ROWS_PER_WARPGROUP, n), source)
-
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T."""
-        return self.mma(self.block_m, OperandMajorMode.K)
+        return make_mma(self.dtype, self.block_m)
 
     def mma_words(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
-        return self.mma(n, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        return make_mma(self.dtype, n, b_major=MN, source=REGISTERS)
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K: 64 queries by columns."""
-        return self.mma(self.cols[0], OperandMajorMode.MN)
+        return make_mma(self.dtype, self.cols[0], b_major=MN)
 
     def layout(self, cols: int, stages: int) -> cute.ComposedLayout:
-        """(64, cols, stages), columns contiguous."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, cols)
-        atom = hopper.make_smem_layout_atom(kind, self.dtype)
-        return cute.tile_to_shape(atom, (ROWS_PER_WARPGROUP, cols, stages), order=(0, 1, 2))
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, cols, stages)
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
         """Of Q, dO, K, V and dS."""
@@ -169,26 +153,20 @@ class EntryTraits(HeadColumns):
         )
 
     def storage(self) -> cute.struct:
-        def elements(layout: cute.ComposedLayout) -> type:
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
-
-        def words(count: int) -> type:
-            return cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
-
         of_q, of_do, of_k, of_v, of_ds = self.layouts()
 
         @cute.struct
         class Storage:
-            q: elements(of_q)
-            do: elements(of_do)
-            k: elements(of_k)
-            v: elements(of_v)
-            ds: elements(of_ds)
-            sums: words(self.sums_words * NUM_MMA_WARPGROUPS)
-            added: words(self.cached_bias_words)
-            stats: words(self.stats_words * self.stages)
-            key_barriers: cute.struct.MemRange[Int64, 2 * KEY_STAGES]
-            block_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            q: elements(self.dtype, of_q)
+            do: elements(self.dtype, of_do)
+            k: elements(self.dtype, of_k)
+            v: elements(self.dtype, of_v)
+            ds: elements(self.dtype, of_ds)
+            sums: floats(self.sums_words * NUM_MMA_WARPGROUPS)
+            added: floats(self.cached_bias_words)
+            stats: floats(self.stats_words * self.stages)
+            key_barriers: barriers(KEY_STAGES)
+            block_barriers: barriers(self.stages)
 
         return Storage
 

@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
@@ -45,6 +43,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.row_blocks import mark_words
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
+from flash_mask_cute.core.storage import barriers, elements, floats
 from flash_mask_cute.core.tile_state import PARTIAL, has_visible
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.band import Band
@@ -117,32 +116,23 @@ class SharedTraits(HeadColumns):
 
     def mma(self) -> cute.TiledMma:
         """64 keys by 64 queries."""
-        kind = self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32
-        return hopper.make_trivial_tiled_mma(*kind, (1, 1, 1), (ROWS_PER_WARPGROUP,) * 2)
+        return wgmma.make_mma(self.dtype, ROWS_PER_WARPGROUP)
 
     def layout(self, i: int) -> cute.ComposedLayout:
         """(64, columns, boxes of all stages) of the operands of S, or of dP."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.cols[i])
-        atom = hopper.make_smem_layout_atom(kind, self.dtype)
-        shape = ROWS_PER_WARPGROUP, self.cols[i], BOXES * self.stages[i]
-        return cute.tile_to_shape(atom, shape, order=(0, 1, 2))
+        boxes = BOXES * self.stages[i]
+        return wgmma.rows_layout(self.dtype, ROWS_PER_WARPGROUP, self.cols[i], boxes)
 
     def storage(self) -> cute.struct:
-        def elements(i: int) -> type:
-            size = cute.cosize(self.layout(i))
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
-
         for_s, for_dp = self.stages
 
         @cute.struct
         class Storage:
-            s: elements(0)
-            dp: elements(1)
-            stats: cute.struct.Align[
-                cute.struct.MemRange[Float32, HALVES * self.half_words * for_s], 128
-            ]
-            s_barriers: cute.struct.MemRange[Int64, 2 * for_s]
-            dp_barriers: cute.struct.MemRange[Int64, 2 * for_dp]
+            s: elements(self.dtype, self.layout(0))
+            dp: elements(self.dtype, self.layout(1))
+            stats: floats(HALVES * self.half_words * for_s)
+            s_barriers: barriers(for_s)
+            dp_barriers: barriers(for_dp)
 
         return Storage
 
@@ -181,6 +171,7 @@ class _Masks(NamedTuple):
     mask_bits: MaskBitsArgs | None
 
 
+@dataclass(eq=False)
 class SharedGradientsSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
@@ -192,22 +183,17 @@ class SharedGradientsSm90:
     :param is_causal, is_local: as in the main kernel
     """
 
-    def __init__(
-        self,
-        traits: SharedTraits,
-        score_mod: Callable[..., Any],
-        wants_aux: tuple[int, ...],
-        once: tuple[int, ...],
-        is_causal: bool,
-        is_local: bool,
-    ):
-        if not traits.fits:
-            dims = traits.head_dim, traits.head_dim_v
-            raise ValueError(f"head dimensions {dims[0]}/{dims[1]} are too wide")
-        self.traits = traits
-        self.summed = SummedTensors(score_mod, wants_aux, once)
-        self.is_causal = is_causal
-        self.is_local = is_local
+    traits: SharedTraits
+    score_mod: Callable[..., Any]
+    wants_aux: tuple[int, ...]
+    once: tuple[int, ...]
+    is_causal: bool
+    is_local: bool
+
+    def __post_init__(self) -> None:
+        if not self.traits.fits:
+            raise ValueError(f"a CTA has no room for {self.traits}")
+        self.summed = SummedTensors(self.score_mod, self.wants_aux, self.once)
 
     @cute.jit
     def __call__(

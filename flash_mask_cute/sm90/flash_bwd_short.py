@@ -23,6 +23,7 @@ warpgroup:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -90,6 +91,7 @@ class ShortPart(NamedTuple):
     count: Int32
 
 
+@dataclass(eq=False)
 class ShortBackwardSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
@@ -100,19 +102,18 @@ class ShortBackwardSm90:
     :param is_causal: as in the main kernel
     """
 
-    def __init__(
-        self,
-        traits: ShortTraits,
-        score_mod: Callable[..., Any] | None = None,
-        wants_aux: tuple[int, ...] = (),
-        once: tuple[int, ...] = (),
-        is_causal: bool = False,
-    ):
-        if not traits.fits:
-            raise ValueError(f"a CTA has no room for {traits}")
-        self.traits = traits
-        self.summed = SummedTensors(score_mod, wants_aux, once) if score_mod is not None else None
-        self.is_causal = is_causal
+    traits: ShortTraits
+    score_mod: Callable[..., Any] | None = None
+    wants_aux: tuple[int, ...] = ()
+    once: tuple[int, ...] = ()
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.traits.fits:
+            raise ValueError(f"a CTA has no room for {self.traits}")
+        self.summed = None
+        if self.score_mod is not None:
+            self.summed = SummedTensors(self.score_mod, self.wants_aux, self.once)
 
     @cute.jit
     def __call__(

@@ -5,10 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass import Int32
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
@@ -19,9 +16,10 @@ from flash_mask_cute.core.cta import (
     swizzled,
 )
 from flash_mask_cute.core.row_blocks import mark_words
+from flash_mask_cute.core.storage import barriers, elements, floats
 from flash_mask_cute.sm90.entry_loads import HeadColumns
 from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, SMEM_BOOKKEEPING
-from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
+from flash_mask_cute.sm90.wgmma import MN, REGISTERS, ROWS_PER_WARPGROUP, make_mma, rows_layout
 
 # queries of a tile, and of a block, for which S and dP are computed at a time
 QUERY_TILES = (
@@ -212,48 +210,30 @@ class ShortTraits(HeadColumns):
         is_narrow = max(self.cols) <= MOST_COLUMNS
         return is_narrow and min(self.stages) > 0 and self.needed_registers <= self.mma_registers
 
-    def mma(
-        self,
-        n: int,
-        a_major: OperandMajorMode,
-        b_major: OperandMajorMode,
-        source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
-    ) -> cute.TiledMma:
-        """64 rows by n columns."""
-        kind = self.dtype, self.dtype, a_major, b_major, Float32
-        return hopper.make_trivial_tiled_mma(*kind, (1, 1, 1), (ROWS_PER_WARPGROUP, n), source)
-
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: 64 keys by the queries of a block."""
-        return self.mma(self.block_m, OperandMajorMode.K, OperandMajorMode.K)
+        return make_mma(self.dtype, self.block_m)
 
     def mma_words(self, n: int) -> cute.TiledMma:
         """dV = P^T dO: 64 keys by n columns, P in registers."""
-        source = warpgroup.OperandSource.RMEM
-        return self.mma(n, OperandMajorMode.K, OperandMajorMode.MN, source)
+        return make_mma(self.dtype, n, b_major=MN, source=REGISTERS)
 
     def mma_dk(self) -> cute.TiledMma:
         """dK = dS^T Q: 64 keys by columns; keys of a query are contiguous."""
-        return self.mma(self.cols[0], OperandMajorMode.MN, OperandMajorMode.MN)
+        return make_mma(self.dtype, self.cols[0], MN, MN)
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K: 64 queries by columns."""
-        return self.mma(self.cols[0], OperandMajorMode.K, OperandMajorMode.MN)
-
-    def _rows(self, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
-        """(rows, cols, stages), columns contiguous."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, cols)
-        atom = hopper.make_smem_layout_atom(kind, self.dtype)
-        return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
+        return make_mma(self.dtype, self.cols[0], b_major=MN)
 
     def layout_queries(self, i: int) -> cute.ComposedLayout:
         """Of Q (0) or dO (1)."""
-        return self._rows(self.tile_m, self.cols[i], self.stages[i])
+        return rows_layout(self.dtype, self.tile_m, self.cols[i], self.stages[i])
 
     def layout_keys(self, i: int) -> cute.ComposedLayout:
         """Of K (0) or V (1)."""
         count = self.num_warpgroups * self.stages[i]
-        return self._rows(ROWS_PER_WARPGROUP, self.cols[i], count)
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, self.cols[i], count)
 
     @property
     def rows_ds(self) -> int:
@@ -262,37 +242,31 @@ class ShortTraits(HeadColumns):
         return max(self.tile_m, ROWS_PER_WARPGROUP) if self.adds else self.stats_rows
 
     def layout_ds(self) -> cute.ComposedLayout:
-        return self._rows(self.rows_ds, ROWS_PER_WARPGROUP, self.num_warpgroups)
+        return rows_layout(self.dtype, self.rows_ds, ROWS_PER_WARPGROUP, self.num_warpgroups)
 
     def rows_of_ds(self, ds: cute.Tensor, group: Int32) -> cute.Tensor:
         """64 queries of dS, (64, 64 keys, warpgroups)."""
         size = ROWS_PER_WARPGROUP
-        block = self._rows(size, size, 1).outer
+        block = rows_layout(self.dtype, size, size, 1).outer
         shape = *block.shape[:2], self.num_warpgroups
         stride = *block.stride[:2], self.rows_ds * size
         start = ds.iterator + group * size * size
         return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
 
     def storage(self) -> cute.struct:
-        def elements(layout: cute.ComposedLayout) -> type:
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
-
-        def words(count: int) -> type:
-            return cute.struct.Align[cute.struct.MemRange[Float32, count], 128]
-
         for_s, for_dp = self.stages
 
         @cute.struct
         class Storage:
-            q: elements(self.layout_queries(0))
-            k: elements(self.layout_keys(0))
-            do: elements(self.layout_queries(1))
-            v: elements(self.layout_keys(1))
-            ds: elements(self.layout_ds())
-            added: words(self.cached_bias_words)
-            stats: words(self.stats_words * for_s)
-            s_barriers: cute.struct.MemRange[Int64, 2 * for_s]
-            dp_barriers: cute.struct.MemRange[Int64, 2 * for_dp]
+            q: elements(self.dtype, self.layout_queries(0))
+            k: elements(self.dtype, self.layout_keys(0))
+            do: elements(self.dtype, self.layout_queries(1))
+            v: elements(self.dtype, self.layout_keys(1))
+            ds: elements(self.dtype, self.layout_ds())
+            added: floats(self.cached_bias_words)
+            stats: floats(self.stats_words * for_s)
+            s_barriers: barriers(for_s)
+            dp_barriers: barriers(for_dp)
 
         return Storage
 

@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.clusters import CTAS, Claims
@@ -30,6 +27,7 @@ from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.row_blocks import alternating_sums, stats_words
+from flash_mask_cute.core.storage import barriers, elements, floats, words
 from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
 from flash_mask_cute.rules.bit_tile import WORD
@@ -44,7 +42,15 @@ from flash_mask_cute.sm90.flash_bwd_limits import (
 from flash_mask_cute.sm90.flash_bwd_token_limits import ListedQueryTraits
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns, shared_width
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
-from flash_mask_cute.sm90.wgmma import COLUMNS, ROWS_PER_WARPGROUP, tile_columns
+from flash_mask_cute.sm90.wgmma import (
+    COLUMNS,
+    MN,
+    REGISTERS,
+    ROWS_PER_WARPGROUP,
+    make_mma,
+    rows_layout,
+    tile_columns,
+)
 
 # columns of an operand A that a WGMMA takes
 STEP_COLS = 16
@@ -416,67 +422,39 @@ class BwdTraits(ListedQueryTraits):
         """The reason why a kernel with these traits cannot run, or None."""
         return why_infeasible(self)
 
-    def _mma(
-        self,
-        a_major: OperandMajorMode,
-        b_major: OperandMajorMode,
-        n: int,
-        source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
-    ) -> cute.TiledMma:
-        return hopper.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            a_major,
-            b_major,
-            cutlass.Float32,
-            (1, 1, 1),
-            (ROWS_PER_WARPGROUP, n),
-            source,
-        )
-
     def mma_scores(self, num_parts: int = 1) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: 64 keys by tile_m queries, or by a part of these."""
-        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m // num_parts)
+        return make_mma(self.dtype, self.tile_m // num_parts)
 
     def mma_values(self) -> cute.TiledMma:
         """dP^T = V dO^T of the values that lie in registers."""
-        source = warpgroup.OperandSource.RMEM
-        return self._mma(OperandMajorMode.K, OperandMajorMode.K, self.tile_m, source)
+        return make_mma(self.dtype, self.tile_m, source=REGISTERS)
 
     def mma_keys(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
-        source = warpgroup.OperandSource.RMEM
-        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n, source)
+        return make_mma(self.dtype, n, b_major=MN, source=REGISTERS)
 
     def mma_dq(self, n: int) -> cute.TiledMma:
         """dQ = dS K: 64 queries by n columns."""
-        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, n)
-
-    def _rows(
-        self, rows: int, cols: int, stages: int, swizzled_cols: int | None = None
-    ) -> cute.ComposedLayout:
-        """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols. Blocks of
-        64, 32 or 16 columns are swizzled, which divide swizzled_cols, or else cols."""
-        major, per_block = LayoutEnum.ROW_MAJOR, swizzled_cols or cols
-        kind = hopper.get_smem_layout_atom(major, self.dtype, per_block)
-        atom = hopper.make_smem_layout_atom(kind, self.dtype)
-        return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
+        return make_mma(self.dtype, n, b_major=MN)
 
     def layout_q(self) -> cute.ComposedLayout:
-        return self._rows(self.tile_m, self.tile_d, self.stages_q)
+        return rows_layout(self.dtype, self.tile_m, self.tile_d, self.stages_q)
 
     def layout_do(self) -> cute.ComposedLayout:
-        return self._rows(self.tile_m, self.tile_dv, self.stages_do)
+        return rows_layout(self.dtype, self.tile_m, self.tile_dv, self.stages_do)
 
     def layout_k(self) -> cute.ComposedLayout:
         """(64, tile_d, key group * stages)."""
         count = self.key_groups * self.stages_kv
         # each half of the columns begins with a swizzled block
         half = self.tile_d // 2 if self.columns.in_halves else None
-        return self._rows(ROWS_PER_WARPGROUP, self.tile_d, count, half)
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, self.tile_d, count, half)
 
     def layout_v(self) -> cute.ComposedLayout:
-        return self._rows(ROWS_PER_WARPGROUP, self.tile_dv, self.key_groups * self.stages_kv)
+        return rows_layout(
+            self.dtype, ROWS_PER_WARPGROUP, self.tile_dv, self.key_groups * self.stages_kv
+        )
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`."""
@@ -495,7 +473,7 @@ class BwdTraits(ListedQueryTraits):
     def layout_ds(self) -> cute.ComposedLayout:
         """(64 queries, 64 keys, row group * key group * stages), keys contiguous."""
         count = self.num_row_groups * self.key_groups * self.ds_stages
-        return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
 
     def ds_stage(self, block: Int32) -> Int32:
         """The stage of dS of a query block."""
@@ -507,15 +485,15 @@ class BwdTraits(ListedQueryTraits):
 
     def layout_peer_k(self) -> cute.ComposedLayout:
         """(64, cols_dq, 1)."""
-        return self._rows(ROWS_PER_WARPGROUP, self.columns.cols_dq, 1)
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, self.columns.cols_dq, 1)
 
     def layout_peer_ds(self) -> cute.ComposedLayout:
         """(64 queries, 64 keys, 1), keys contiguous."""
-        return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
 
     def layout_p(self) -> cute.ComposedLayout:
         """(64 keys, 64 queries, 1), queries contiguous."""
-        return self._rows(ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
 
     @property
     def staging_warps(self) -> int:
@@ -554,54 +532,40 @@ class BwdTraits(ListedQueryTraits):
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
 
-        def elements(layout: cute.ComposedLayout, is_there: bool = True) -> type:
-            size = cute.cosize(layout) if is_there else 0
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+        dtype = self.dtype
 
         @cute.struct
         class Storage:
-            q: elements(self.layout_q())
-            do: elements(self.layout_do())
-            k: elements(self.layout_k())
-            v: elements(self.layout_v())
-            ds: elements(self.layout_ds())
-            p: elements(self.layout_p(), self.has_p)
-            peer_k: elements(self.layout_peer_k(), self.cta_pair)
-            peer_ds: elements(self.layout_peer_ds(), self.cta_pair)
+            q: elements(dtype, self.layout_q())
+            do: elements(dtype, self.layout_do())
+            k: elements(dtype, self.layout_k())
+            v: elements(dtype, self.layout_v())
+            ds: elements(dtype, self.layout_ds())
+            p: elements(dtype, self.layout_p(), self.has_p)
+            peer_k: elements(dtype, self.layout_peer_k(), self.cta_pair)
+            peer_ds: elements(dtype, self.layout_peer_ds(), self.cta_pair)
             dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
-            stats: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Float32, self.stats_words * self.stages_q], 128
-            ]
-            bits: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_n], 16
-            ]
-            any_bits: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, self.tile_n // WORD], 16
-            ]
-            ready: cute.struct.MemRange[cutlass.Int32, 2]
-            words: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, self.query_words * self.stages_q], 16
-            ]
-            ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
-            walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
+            stats: floats(self.stats_words * self.stages_q)
+            bits: words(COLUMNS.num_words * self.tile_n)
+            any_bits: words(self.tile_n // WORD)
+            ready: cute.struct.MemRange[Int32, 2]
+            words: words(self.query_words * self.stages_q)
+            ring: words(WORDS * RING_STAGES)
+            walk: words(WORDS * WALK_STAGES)
             # in a fixed order, which pairs do not have
-            predecessors: cute.struct.MemRange[
-                cutlass.Int32, 0 if self.cta_pair else CHUNK * WALK_STAGES
-            ]
-            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
-            do_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_do]
-            dq_barriers: cute.struct.MemRange[cutlass.Int64, 2]
-            ds_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.splits_keys else 0]
-            summed_barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * self.ds_stages if self.sums_of_mask_warp > 0 else 0
-            ]
-            bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
-            ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
-            walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
-            grads_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
-            claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 if self.cta_pair else 0]
-            claim: cute.struct.MemRange[cutlass.Int32, 1 if self.cta_pair else 0]
-            tokens: cute.struct.MemRange[cutlass.Int32, self.bytes_tokens // 4]
+            predecessors: cute.struct.MemRange[Int32, 0 if self.cta_pair else CHUNK * WALK_STAGES]
+            q_barriers: barriers(self.stages_q)
+            do_barriers: barriers(self.stages_do)
+            dq_barriers: barriers(1)
+            ds_barriers: barriers(int(self.splits_keys))
+            summed_barriers: barriers(self.ds_stages if self.sums_of_mask_warp > 0 else 0)
+            bits_barriers: barriers(1)
+            ring_barriers: barriers(RING_STAGES)
+            walk_barriers: barriers(WALK_STAGES)
+            grads_barriers: barriers(int(self.cta_pair))
+            claims_barriers: barriers(int(self.cta_pair))
+            claim: cute.struct.MemRange[Int32, int(self.cta_pair)]
+            tokens: cute.struct.MemRange[Int32, self.bytes_tokens // 4]
             sums: cute.struct.MemRange[cutlass.Float32, self.sums_words]
 
         return Storage

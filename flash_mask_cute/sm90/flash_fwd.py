@@ -46,7 +46,7 @@ compute each work tile, with half of the columns each (`core/value_halves.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,7 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
+    check_can_run,
     scheduler_rings,
     swizzled,
 )
@@ -118,6 +119,7 @@ WORDS_OF_VECTOR = 4
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
+@dataclass(eq=False)
 class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
@@ -157,96 +159,82 @@ class FlashAttentionForwardSm90:
     :raises ValueError: for a shape or configuration that cannot run
     """
 
-    def __init__(
-        self,
-        dtype: type[cutlass.Numeric],
-        head_dim: int,
-        head_dim_v: int | None = None,
-        qhead_per_kvhead: int = 1,
-        is_causal: bool = False,
-        is_local: bool = False,
-        pack_gqa: bool = False,
-        tile_m: int = 128,
-        tile_n: int = 128,
-        num_stages: int = 2,
-        num_threads: int | None = None,
-        Q_in_regs: bool = False,
-        intra_wg_overlap: bool = True,
-        mma_pv_is_rs: bool = True,
-        mask_mod: Callable[..., Any] | None = None,
-        score_mod: Callable[..., Any] | None = None,
-        has_aux_tensors: bool = False,
-        stages_q: int = 2,
-        share_qo: bool = False,
-        intervals: Intervals | None = None,
-        skip_blocks: bool = True,
-        num_sms: int = 132,
-        cta_pair: bool = False,
-        split: str | None = None,
-        page_box: int | None = None,
-        shared_kv: bool = False,
-        in_fp8: bool = False,
-        few_rows: bool = False,
-        lists_per_warpgroup: bool = False,
-        shares_mask: bool = False,
-        cached_bias_bits: int = 0,
-    ):
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    dtype: type[cutlass.Numeric]
+    head_dim: int
+    head_dim_v: int | None = None
+    qhead_per_kvhead: int = 1
+    is_causal: bool = False
+    is_local: bool = False
+    pack_gqa: bool = False
+    tile_m: int = 128
+    tile_n: int = 128
+    num_stages: int = 2
+    num_threads: int | None = None
+    Q_in_regs: bool = False
+    intra_wg_overlap: bool = True
+    mma_pv_is_rs: bool = True
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
+    has_aux_tensors: bool = False
+    stages_q: int = 2
+    share_qo: bool = False
+    intervals: Intervals | None = None
+    skip_blocks: bool = True
+    num_sms: int = 132
+    cta_pair: bool = False
+    split: str | None = None
+    page_box: int | None = None
+    shared_kv: bool = False
+    in_fp8: bool = False
+    few_rows: bool = False
+    lists_per_warpgroup: bool = False
+    shares_mask: bool = False
+    cached_bias_bits: int = 0
+
+    def __post_init__(self) -> None:
         traits = FwdTraits(
-            dtype,
-            head_dim,
-            head_dim_v,
-            tile_m,
-            tile_n,
-            packed_heads=padded_group(qhead_per_kvhead) if pack_gqa else 1,
-            stages_kv=num_stages,
-            stages_q=stages_q,
-            share_qo=share_qo,
-            cta_pair=cta_pair,
-            heads_there=qhead_per_kvhead if pack_gqa else None,
-            page_box=page_box,
-            in_fp8=in_fp8,
-            few_rows=few_rows,
-            lists_per_warpgroup=lists_per_warpgroup,
-            cached_bias_bits=cached_bias_bits,
+            self.dtype,
+            self.head_dim,
+            self.head_dim if self.head_dim_v is None else self.head_dim_v,
+            self.tile_m,
+            self.tile_n,
+            packed_heads=padded_group(self.qhead_per_kvhead) if self.pack_gqa else 1,
+            stages_kv=self.num_stages,
+            stages_q=self.stages_q,
+            share_qo=self.share_qo,
+            cta_pair=self.cta_pair,
+            heads_there=self.qhead_per_kvhead if self.pack_gqa else None,
+            page_box=self.page_box,
+            in_fp8=self.in_fp8,
+            few_rows=self.few_rows,
+            lists_per_warpgroup=self.lists_per_warpgroup,
+            cached_bias_bits=self.cached_bias_bits,
         )
-        if lists_per_warpgroup and not (mask_mod is score_mod is None):
-            raise ValueError(
-                f"lists_per_warpgroup=True needs no mods, got {mask_mod} and {score_mod}"
-            )
-        if mask_mod is not None and num_threads != traits.num_threads:
+        if self.lists_per_warpgroup and not (self.mask_mod is self.score_mod is None):
+            mods = f"{self.mask_mod} and {self.score_mod}"
+            raise ValueError(f"lists_per_warpgroup=True needs no mods, got {mods}")
+        if self.mask_mod is not None and self.num_threads != traits.num_threads:
             # if there are registers for it
             with_warpgroup = replace(traits, mask_warpgroup=True)
             # another way to find maxima gives other bits, which smaller tiles would not have
-            keeps = split not in ORDERED or with_warpgroup.keeps_scores == traits.keeps_scores
+            keeps = self.split not in ORDERED or with_warpgroup.keeps_scores == traits.keeps_scores
             if keeps and not with_warpgroup.infeasible():
                 traits = with_warpgroup
         self.traits = traits
         refused = {
-            "Q_in_regs": Q_in_regs,
-            "intra_wg_overlap": not intra_wg_overlap,
-            "mma_pv_is_rs": not mma_pv_is_rs,
+            "Q_in_regs": self.Q_in_regs,
+            "intra_wg_overlap": not self.intra_wg_overlap,
+            "mma_pv_is_rs": not self.mma_pv_is_rs,
         }
         for name, given in refused.items():
             if given:
                 raise NotImplementedError(f"FlashAttentionForwardSm90 does not support {name}")
-        if dtype not in (cutlass.BFloat16, cutlass.Float16):
-            raise ValueError(f"dtype must be BFloat16 or Float16, got {dtype}")
-        if (reason := self.traits.infeasible()) is not None:
-            raise ValueError(reason)
-        wanted = self.traits.num_threads
-        if num_threads not in (None, wanted):
-            raise ValueError(f"num_threads is {wanted} for tile_m={tile_m}, got {num_threads}")
-        self.is_causal = is_causal
-        self.is_local = is_local
-        self.mask_mod, self.shares_mask = mask_mod, shares_mask
-        self.score_mod = score_mod
-        self.has_aux_tensors = has_aux_tensors
-        self.intervals = intervals
-        self.skip_blocks = skip_blocks
-        self.num_sms = num_sms
-        self.split = split
-        self.shared_kv = shared_kv
+        check_can_run(traits)
+        if self.num_threads not in (None, traits.num_threads):
+            raise ValueError(
+                f"num_threads is {traits.num_threads} for tile_m={self.tile_m}, got "
+                f"{self.num_threads}"
+            )
 
     @cute.jit
     def __call__(
@@ -402,9 +390,8 @@ class FlashAttentionForwardSm90:
             storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
+            tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
-        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
-            walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
             k=traits.channel_k(storage, loads_kv),
@@ -418,7 +405,7 @@ class FlashAttentionForwardSm90:
         codes = None
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
-            codes = Codes.create(traits, storage_of_codes, loads)
+            codes = Codes.create(traits, storage_of_codes, loads, walk.tells_next)
         cached_bias = None
         if const_expr(traits.cached_bias_blocks > 0):
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
@@ -440,7 +427,7 @@ class FlashAttentionForwardSm90:
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loader = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
-                schedule.heads_per_kv, traits, loaded.words, pages=pages,
+                schedule.heads_per_kv, traits, loaded.words, loaded.next_words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
                 half=half,
             )  # fmt: skip

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.channel import Channel
@@ -31,6 +31,7 @@ from flash_mask_cute.core.exp2 import DEGREE_3, DEGREE_5
 from flash_mask_cute.core.packed_heads import PackedHeads
 from flash_mask_cute.core.pages import why_no_boxes
 from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.storage import barriers, elements, words
 from flash_mask_cute.core.stream_k import FEW_ROWS
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, OWN_FIELDS
 from flash_mask_cute.core.warp_scan import WARP
@@ -39,12 +40,16 @@ from flash_mask_cute.rules.bit_tile import WORD
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role
 from flash_mask_cute.sm90.wgmma import (
     COLUMNS,
+    MN,
+    REGISTERS,
     ROWS_OF_GROUP,
     ROWS_PER_THREAD,
     ROWS_PER_WARPGROUP,
     WORDS_PER_STEP,
+    make_mma,
     row_of,
     row_of_few,
+    rows_layout,
     tile_columns,
 )
 
@@ -502,46 +507,19 @@ class FwdTraits(PackedHeads):
         num_keys: int | None = None,
     ) -> cute.TiledMma:
         """S = Q K^T of a key block, or of num_keys of its keys; source: the source of Q."""
-        return hopper.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            (ROWS_PER_WARPGROUP, self.tile_n if num_keys is None else num_keys),
-            source,
-        )
+        return make_mma(self.dtype, num_keys or self.tile_n, source=source)
 
     def mma_pv(self, num_columns: int | None = None) -> cute.TiledMma:
         """O += P V of a value block, or of num_columns of its columns."""
-        return hopper.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            cutlass.Float32,
-            (1, 1, 1),
-            (ROWS_PER_WARPGROUP, self.tile_dv if num_columns is None else num_columns),
-            warpgroup.OperandSource.RMEM,
-        )
+        return make_mma(self.dtype, num_columns or self.tile_dv, b_major=MN, source=REGISTERS)
 
     def layout_q(self) -> cute.ComposedLayout:
         """(64, tile_d, warpgroup * stages_q): a warpgroup's rows lie together."""
-        return hopper.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR,
-            (ROWS_PER_WARPGROUP, self.tile_n, self.tile_d),
-            self.dtype,
-            self.num_mma_warpgroups * self.stages_q,
-        )
+        count = self.num_mma_warpgroups * self.stages_q
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, self.tile_d, count)
 
     def layout_k(self) -> cute.ComposedLayout:
-        return hopper.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR,
-            (ROWS_PER_WARPGROUP, self.tile_n, self.tile_d),
-            self.dtype,
-            self.stages_k,
-        )
+        return rows_layout(self.dtype, self.tile_n, self.tile_d, self.stages_k)
 
     def layout_v(self) -> cute.ComposedLayout:
         """(tile_dv, tile_n, stages_kv): V is the MN-major operand B of P V."""
@@ -570,12 +548,8 @@ class FwdTraits(PackedHeads):
 
     def layout_o(self) -> cute.ComposedLayout:
         """(64, tile_dv, warpgroup * stages): as many stages as the query if they share memory."""
-        return hopper.make_smem_layout_epi(
-            self.dtype,
-            LayoutEnum.ROW_MAJOR,
-            (ROWS_PER_WARPGROUP, self.tile_dv),
-            self.num_mma_warpgroups * (self.stages_q if self.share_qo else 1),
-        )
+        count = self.num_mma_warpgroups * (self.stages_q if self.share_qo else 1)
+        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, self.tile_dv, count)
 
     def channel_k(self, storage: Any, producers: int) -> Channel:
         """The channel of keys. producers: arrivals for a block."""
@@ -594,9 +568,10 @@ class FwdTraits(PackedHeads):
         class CodeStorage:
             k: codes(stages_k * self.bytes_k)
             v: codes(stages_v * self.bytes_v)
-            k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages_k]
-            v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * stages_v]
-            words: cute.struct.MemRange[cutlass.Int32, stages_k]
+            k_barriers: barriers(stages_k)
+            v_barriers: barriers(stages_v)
+            words: cute.struct.MemRange[Int32, stages_k]
+            next_words: cute.struct.MemRange[Int32, stages_k]
 
         return CodeStorage
 
@@ -607,40 +582,33 @@ class FwdTraits(PackedHeads):
 
         @cute.struct
         class CachedBiasStorage:
-            words: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, num_words], 16]
-            tags: cute.struct.MemRange[cutlass.Int32, num_tags]
+            words: words(num_words)
+            tags: cute.struct.MemRange[Int32, num_tags]
 
         return CachedBiasStorage
 
     def storage(self) -> cute.struct:
         """The shared memory of a CTA."""
 
-        def elements(count: int) -> type:
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, count], 1024]
-
-        # an output that shares the query's memory has none of its own
-        size_o = 0 if self.share_qo else cute.cosize(self.layout_o())
-
         @cute.struct
         class Storage:
-            q: elements(cute.cosize(self.layout_q()))
-            k: elements(cute.cosize(self.layout_k()))
-            v: elements(cute.cosize(self.layout_v()))
-            o: elements(size_o)
-            q_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_q]
-            k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_k]
-            v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages_kv]
-            bits_barriers: cute.struct.MemRange[cutlass.Int64, 2]
-            ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
-            walk_barriers: cute.struct.MemRange[cutlass.Int64, 2 * WALK_STAGES]
-            claims_barriers: cute.struct.MemRange[cutlass.Int64, 2 * (self.num_ctas - 1)]
-            claim: cute.struct.MemRange[cutlass.Int32, self.num_ctas - 1]
-            ring: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * RING_STAGES], 16]
-            walk: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORDS * WALK_STAGES], 16]
-            block_flags: cute.struct.MemRange[cutlass.Int32, self.stages_k]
-            bits: cute.struct.Align[
-                cute.struct.MemRange[cutlass.Int32, COLUMNS.num_words * self.tile_m], 16
-            ]
-            any_bits: cute.struct.MemRange[cutlass.Int32, self.tile_m // WORD]
+            q: elements(self.dtype, self.layout_q())
+            k: elements(self.dtype, self.layout_k())
+            v: elements(self.dtype, self.layout_v())
+            # an output that shares the query's memory has none of its own
+            o: elements(self.dtype, self.layout_o(), not self.share_qo)
+            q_barriers: barriers(self.stages_q)
+            k_barriers: barriers(self.stages_k)
+            v_barriers: barriers(self.stages_kv)
+            bits_barriers: barriers(1)
+            ring_barriers: barriers(RING_STAGES)
+            walk_barriers: barriers(WALK_STAGES)
+            claims_barriers: barriers(self.num_ctas - 1)
+            claim: cute.struct.MemRange[Int32, self.num_ctas - 1]
+            ring: words(WORDS * RING_STAGES)
+            walk: words(WORDS * WALK_STAGES)
+            block_flags: cute.struct.MemRange[Int32, self.stages_k]
+            bits: words(COLUMNS.num_words * self.tile_m)
+            any_bits: cute.struct.MemRange[Int32, self.tile_m // WORD]
 
         return Storage

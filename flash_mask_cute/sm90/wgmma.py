@@ -7,8 +7,10 @@ values: pairs of adjacent columns, two rows 8 apart, N/8 column groups of 8 (PTX
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core.softmax import round_pair
 from flash_mask_cute.rules import bit_tile
@@ -19,6 +21,10 @@ ROWS_PER_THREAD = 2
 ROWS_OF_GROUP = 8
 # of a thread, for 64 rows by 16 columns of an operand A in registers
 WORDS_PER_STEP = 4
+# Where operand A lies; the other place is shared memory.
+REGISTERS = warpgroup.OperandSource.RMEM
+# The mode of an operand that is contiguous: that of the sum, or its rows (A) or columns (B).
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
 
 
 def tile_columns(dim: int) -> int:
@@ -32,6 +38,32 @@ def tile_columns(dim: int) -> int:
     if dim <= 16 or dim in (48, 80):
         return -(-dim // 16) * 16
     return 128 if 96 < dim <= 128 else -(-dim // 32) * 32
+
+
+def make_mma(
+    dtype: type[cutlass.Numeric],
+    n: int,
+    a_major: OperandMajorMode = K,
+    b_major: OperandMajorMode = K,
+    source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
+) -> cute.TiledMma:
+    """The product of a warpgroup: 64 rows by n columns, in fp32. source: of operand A."""
+    kind = dtype, dtype, a_major, b_major, Float32
+    return hopper.make_trivial_tiled_mma(*kind, (1, 1, 1), (ROWS_PER_WARPGROUP, n), source)
+
+
+def rows_layout(
+    dtype: type[cutlass.Numeric],
+    rows: int,
+    cols: int,
+    stages: int,
+    swizzled_cols: int | None = None,
+) -> cute.ComposedLayout:
+    """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols. Blocks of 64,
+    32 or 16 columns are swizzled, which divide swizzled_cols, or else cols."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, swizzled_cols or cols)
+    atom = hopper.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
 def make_accumulator(n: int) -> cute.Tensor:

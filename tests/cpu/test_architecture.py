@@ -117,6 +117,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
         *("masks.q_start", "runtime"),
     ),
+    "statistics": (
+        *("autograd", "call", "masks.column_mask", "masks.q_start"),
+        "runtime",
+    ),
     # sequences whose rows lie on several devices
     "parallel": (
         *("functional", "interface", "serving", "call.arguments", "call.check.validate"),
@@ -145,7 +149,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "": (
         *("flex", "parallel", "lowering", "call.settings"),
         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
-        *("serving", "masks.builders", "masks.column_mask", "masks.selected_blocks"),
+        *("serving", "statistics", "masks.builders", "masks.column_mask", "masks.selected_blocks"),
         *("runtime.cache", *INDEX_RULES),
     ),
 }

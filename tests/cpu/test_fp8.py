@@ -23,7 +23,6 @@ from torch import Tensor
 from flash_mask_cute import explain, flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute import flash_attn_with_kvcache as over_cache
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
-from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.target import Target
 
 FORMS = ("none", "head", "expanded", "token")
@@ -407,11 +406,6 @@ def test_what_only_some_functions_take_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="^there are no gradients over keys"):
         lse = torch.zeros(2, 4, 1)
         _flash_attn_bwd(Q, CODES, CODES, Q, Q, lse, seqused_k=USED)
-    choice = torch.zeros(2, 1, 1, 1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="^block_sparse_tensors as a selection of blocks"):
-        flash_attn_varlen_func(
-            Q, CODES, CODES, seqused_k=USED, block_sparse_tensors=SelectedBlocks(choice, 16)
-        )
     with pytest.raises(NotImplementedError, match="float8_e4m3fn are not supported on Blackwell"):
         explain(Q, CODES, CODES, seqused_k=USED, target="sm_100a")
 

@@ -12,6 +12,7 @@ from planned import forward_call, planned
 from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
 
+from flash_mask_cute import SelectedBlocks
 from flash_mask_cute.call import fp8 as widen
 from flash_mask_cute.call.fp8 import DequantiseFacts, compile_dequantise
 from flash_mask_cute.runtime.target import Target
@@ -36,6 +37,16 @@ CASES = (
     Fp8Case(
         "segments", 64, seqlen_q=35, lengths=(620,), capacity=640, page_size=16,
         keywords={"causal": True, "seqlen_k_per_split": 512},
+    ),
+    Fp8Case(
+        "selected blocks", 64, seqlen_q=70, lengths=(310, 205), capacity=320, page_size=16,
+        scales=("token", "head"),
+        keywords={
+            "causal": True,
+            "block_sparse_tensors_torch": SelectedBlocks(
+                torch.randint(5, (2, 2, 70, 2), generator=torch.Generator().manual_seed(1)), 64
+            ),
+        },
     ),
 )  # fmt: skip
 

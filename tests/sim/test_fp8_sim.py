@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ACTIVE_ARCH
 from cutlass import Int32
+from drawn_selections import draw_selection
 from fp8_caches import Fp8Case, assert_same_bits, make_call
 from planned import forward_call
 from quiet_runs import quiet_run
@@ -16,7 +17,7 @@ from simulated_forward import run_on_simulator
 from slow_roles import SEED, with_each_role_slow
 from torch import Tensor
 
-from flash_mask_cute import builders
+from flash_mask_cute import SelectedBlocks, builders
 from flash_mask_cute.call.append import Append, append, check_append
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.utils import scalar_to_ssa
@@ -196,6 +197,86 @@ CASES = (
         },
     ),
 )
+
+
+def _chosen(block: int, shape: tuple[int, ...], num_blocks: int, **keywords: Any) -> dict[str, Any]:
+    """Keywords with a selection (batch, heads, queries, k), some of which do not exist."""
+    selection = draw_selection(torch.Generator().manual_seed(block), shape, num_blocks, torch.int32)
+    return {"block_sparse_tensors_torch": SelectedBlocks(selection, block), **keywords}
+
+
+# Each query chose its key blocks. Of one query the kernel reads the entries.
+SELECTED = (
+    Fp8Case(
+        "one query",
+        heads=(16, 2),
+        lengths=(700, 130),
+        capacity=768,
+        page_size=128,
+        scales=("token", "token"),
+        keywords=_chosen(128, (2, 2, 1, 4), 6, causal=True),
+    ),
+    Fp8Case(
+        "one query without pages",
+        64,
+        lengths=(700, 130),
+        capacity=720,
+        scales=("token", "head"),
+        keywords=_chosen(64, (2, 2, 1, 5), 11),
+    ),
+    Fp8Case(
+        "queries of a group",
+        64,
+        seqlen_q=4,
+        heads=(12, 1),
+        lengths=(700, 330),
+        capacity=704,
+        page_size=16,
+        scales=("head", "token"),
+        keywords=_chosen(64, (1, 1, 4, 5), 11, causal=True),
+    ),
+    Fp8Case(
+        "splits",
+        lengths=(700, 330),
+        capacity=704,
+        page_size=64,
+        seqlen_q=2,
+        scales=("token", "head"),
+        keywords=_chosen(128, (2, 2, 2, 3), 6, num_splits=3),
+    ),
+    Fp8Case(
+        "small blocks in pages of seven",
+        64,
+        seqlen_q=3,
+        page_size=7,
+        scales=("token", "token"),
+        keywords=_chosen(16, (2, 2, 3, 6), 20),
+    ),
+    Fp8Case(
+        "prefill",
+        64,
+        seqlen_q=70,
+        heads=(8, 2),
+        lengths=(310, 205),
+        page_size=64,
+        scales=("token", "head"),
+        keywords=SMALL | _chosen(64, (2, 1, 70, 3), 5, causal=True),
+    ),
+    Fp8Case(
+        "2,000 pages",
+        64,
+        lengths=(31990, 20000),
+        capacity=32000,
+        page_size=16,
+        scales=("token", "token"),
+        keywords=_chosen(128, (2, 2, 1, 6), 250, causal=True),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=lambda case: case.name)
+def test_a_selection_has_the_bits_of_16(simulator: ModuleType, case: Fp8Case) -> None:
+    check_bits(simulator, case, 1)
 
 
 def bits(x: Tensor) -> Tensor:

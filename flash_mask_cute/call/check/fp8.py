@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.limits import ADDRESS_MASK
-from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.checks import brief, check_device, check_tensor
 from flash_mask_cute.runtime.dtypes import FP8
 
@@ -53,13 +52,6 @@ def check_fp8(call: AttentionCall) -> bool:
         raise NotImplementedError(
             "k and v in float8_e4m3fn need seqused_k or page_table, as a cache has, got None and "
             "None"
-        )
-    lists = None if call.masks is None else call.masks.block_sparse_tensors_torch
-    if isinstance(lists, SelectedBlocks):
-        raise NotImplementedError(
-            "block_sparse_tensors as a selection of blocks for each query is not supported with k "
-            "and "
-            f"v in float8_e4m3fn, got {brief(lists)}"
         )
     return True
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tiles.decode_costs import HOPPER_COSTS, DecodeCosts
 from flash_mask_cute.call.tiles.rows import BwdRow, FwdRow
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
+    SM90_STATISTICS,
     SM90_WIDE_BWD,
     SM100_BWD,
     SM100_FWD,
@@ -122,7 +124,7 @@ class ArchSpec:
 
     name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
     the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
-    evaluated before attention.
+    evaluated before attention. statistics: the kernel of statistics of P; None: there is none.
     """
 
     name: str
@@ -130,6 +132,14 @@ class ArchSpec:
     backward: BackwardKernel
     load_columns: Callable[[], Any]
     reads_mask_bits: bool
+    statistics: ForwardKernel | None = None
+
+    def kernel_of(self, problem: AttentionProblem) -> ForwardKernel:
+        """What runs the problem of a forward, or of statistics that the architecture has."""
+        if not problem.statistics:
+            return self.forward
+        assert self.statistics is not None
+        return self.statistics
 
     def backward_of(self, head_dim: int, head_dim_v: int) -> BackwardKernel:
         """The kernel of the backward for these head dimensions."""
@@ -148,6 +158,18 @@ def _forward_traits_sm90() -> Any:
     from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 
     return FwdTraits
+
+
+def _statistics_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_statistics import AttentionStatisticsSm90
+
+    return AttentionStatisticsSm90
+
+
+def _statistics_traits_sm90() -> Any:
+    from flash_mask_cute.sm90.flash_statistics import StatisticsTraits
+
+    return StatisticsTraits
 
 
 def _backward_sm90() -> Any:
@@ -283,6 +305,18 @@ SM90 = ArchSpec(
     SM90_BACKWARD,
     _columns_sm90,
     reads_mask_bits=True,
+    statistics=ForwardKernel(
+        "AttentionStatisticsSm90",
+        "statistics_sm90",
+        _statistics_sm90,
+        _statistics_traits_sm90,
+        SM90_STATISTICS,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
+        decodes_whole=True,
+        most_head_dim=MAX_HEAD_DIM,
+    ),
 )
 
 

@@ -207,6 +207,37 @@ SM90_FWD = (
     ),
 )
 
+# Without values, of keys alone. None was measured.
+SM90_STATISTICS = (
+    FwdRow(
+        *(128, 128, 64, 128, 4, 1, True),
+        "few rows are limited by memory: one warpgroup, with as many keys in flight as help",
+        for_decode=True,
+    ),
+    *(
+        row
+        for d, stages in ((64, 8), (96, 6), (128, 5))
+        for row in (
+            FwdRow(
+                *(d, d, 128, 128, min(stages, 5), 1, True),
+                "two warpgroups leave registers for callables, and for warps that evaluate one",
+                masks=(TuningClass.SCORE_MOD, TuningClass.MASK_MOD),
+            ),
+            FwdRow(
+                *(d, d, 128, 128, min(stages, 5), 1, True),
+                "few queries, of several heads, fill small tiles better",
+                max_seqlen_q=128,
+            ),
+            FwdRow(
+                *(d, d, 192, 128, stages, 1, True),
+                "three warpgroups overlap products and exponentials; each key serves more queries",
+            ),
+        )
+    ),
+    FwdRow(*(192, 192, 128, 128, 3, 1, True), "as many keys as fit"),
+    FwdRow(*(256, 256, 128, 64, 4, 1, True), "key blocks of half the size, with four in flight"),
+)
+
 # On Blackwell a tile is 256 x 128, and of wide heads 128 x 128 (docs/forward_sm100.md says why). A
 # pair of CTAs has two work tiles with one walk, which wastes nothing where every query sees the
 # same keys and there is more than one tile.

@@ -10,6 +10,7 @@ import torch
 from fp8_caches import Fp8Case, make_call
 from planned import forward_call, planned
 
+from flash_mask_cute import SelectedBlocks
 from flash_mask_cute.call import fp8 as widen
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.explain import explain_fwd
@@ -53,6 +54,16 @@ def test_many_rows_that_share_keys_are_worth_a_conversion() -> None:
 )
 def test_others_are_converted_by_attention(case: Fp8Case, more: dict[str, Any]) -> None:
     assert plan_of(case, **more).in_16_bits is None
+
+
+@pytest.mark.parametrize(("k", "converts"), [(8, True), (1, False)])
+def test_a_selection_is_worth_it_where_rows_share_what_they_chose(k: int, converts: bool) -> None:
+    """With blocks of 64 keys, 8 of 5 are all keys of the cache, 1 a fifth."""
+    indices = torch.zeros(2, 2, 256, k, dtype=torch.int32)
+    found = plan_of(PREFILL, block_sparse_tensors_torch=SelectedBlocks(indices, 64))
+    assert (found.in_16_bits is not None) == converts
+    if found.in_16_bits is not None:
+        assert found.in_16_bits.problem.has_selected and not found.in_16_bits.problem.in_fp8
 
 
 def test_their_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
