@@ -33,9 +33,8 @@ class BackwardExplanation:
     those beyond the head dimensions are zeros that are multiplied all the same. group_splits: CTAs
     that share the query heads of a group. smem_bytes: of a CTA. scratch_bytes: memory of the device
     that a call takes until its end, besides the gradients; None where no kernel runs.
-    partial_sums_bytes: of these, for sums of dK and dV that CTAs of a group leave. stores_dq:
-    another launch has dQ, which is not summed in memory. aux_gradients: of aux tensors, through
-    score_mod. selection: the form in which it takes the blocks that each
+    partial_sums_bytes: of these, for sums of dK and dV that CTAs of a group leave. aux_gradients:
+    of aux tensors, through score_mod. selection: the form in which it takes the blocks that each
     query chose, empty if there is no selection.
     """
 
@@ -49,7 +48,6 @@ class BackwardExplanation:
     smem_bytes: int
     scratch_bytes: int | None
     partial_sums_bytes: int
-    stores_dq: bool = False
     aux_gradients: tuple[AuxGradient, ...] = ()
     selection: str = ""
 
@@ -64,7 +62,6 @@ class BackwardExplanation:
             "backward": self.kernel,
             "backward tiles": f"{self.tile_n} keys x blocks of {tiles.tile_m} queries"
             + (", two that sum dQ together" if tiles.cta_pair else "")
-            + (", and of as many keys for dQ, by two CTAs" if self.stores_dq else "")
             + (", half of them for each warpgroup" if tiles.splits_keys else "")
             + (splits if self.group_splits > 1 else ""),
             "backward columns": f"{self.cols} of queries and keys, {self.cols_v} of values",
@@ -119,7 +116,6 @@ def explain_backward(
         smem_bytes=smem_bytes,
         scratch_bytes=scratch_bytes,
         partial_sums_bytes=parts_bytes,
-        stores_dq=choice.stores_dq,
         aux_gradients=explain_reads(backward, aux_tensors),
         selection=_explain_selection(call, backward),
     )

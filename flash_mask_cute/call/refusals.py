@@ -42,17 +42,10 @@ def _refuse_wide_heads(facts: CallFacts, problem: AttentionProblem) -> None:
         reason = "not supported with k and v in float8_e4m3fn"
     elif facts.call.options.is_recorded or not facts.is_forward:
         # of a score, one CTA has S and another dP
-        given = {
-            "score_mod": problem.score_mod is not None,
-            "softcap": problem.has_softcap,
-            "a selection of blocks": problem.has_selected,
-        }
-        name = next((name for name, is_given in given.items() if is_given), None)
+        name = problem.score_modifier or ("selected blocks" if problem.has_selected else None)
         if name is not None:
-            reason = (
-                f"not supported with gradients and {name}: call it under torch.no_grad(), or with "
-                "tensors that are detached"
-            )
+            instead = "call it under torch.no_grad(), or with tensors that are detached"
+            reason = f"not supported with gradients and {name}: {instead}"
     if reason is not None:
         raise NotImplementedError(
             f"head_dim and head_dim_v above {MAX_HEAD_DIM} are {reason}; got {dims[0]} and "

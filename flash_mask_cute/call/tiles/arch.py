@@ -191,7 +191,7 @@ def _wide_backward_sm90() -> Any:
 
 
 def _wide_backward_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_bwd_wide_traits import WideBwdTraits
+    from flash_mask_cute.sm90.flash_bwd_wide import WideBwdTraits
 
     return WideBwdTraits
 
