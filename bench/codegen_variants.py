@@ -163,7 +163,7 @@ def compile_variant(name: str) -> Built:
             seqlen_k=SEQLEN,
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
-            kernel=arch_spec(target).backward_of(*dims),
+            kernel=arch_spec(target).backward,
             walk=BwdWalkFacts(
                 variant.window, problem.has_bits, lists_per_warpgroup=variant.block_size
             ),

@@ -91,7 +91,7 @@ class KernelBackward:
         # the main kernel sees q times a factor of the scale, and sums dS K only
         self._scale_dq = plan.softmax_scale
         # or it stores dQ, times its part of the scale
-        self._factor_dq = plan.softmax_scale / self._scale if plan.bwd_choice.stores_dq else 1.0
+        self._factor_dq = plan.softmax_scale / self._scale if problem.is_wide else 1.0
         self._window_left = plan.window_left
         self._window_right = plan.window_right
         self._q_start = plan.q_start.operand()

@@ -42,8 +42,8 @@ class BwdKernels(NamedTuple):
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
     sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
     main: the operands of the table `BACKWARD` but the stream. It and postprocess are None where the
-    kernel of short sequences (`call/batch_sums.py`) makes all gradients; postprocess is None, too,
-    where main stores dq.
+    kernel of short sequences (`call/batch_sums.py`) makes all gradients, postprocess also in wide
+    heads.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
     add_parts, if a group's heads are split, or with query lists (dk and dv of main are then sums):
     sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
@@ -127,11 +127,10 @@ def compile_bwd(
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys."""
     num_ctas = 1 if choice.tiles.clears_dq else choice.ctas_of_tile
-    if choice.stores_dq:
-        num_ctas = 0
+    num_ctas = 0 if problem.is_wide else num_ctas
     preprocess = compile_preprocess(problem, choice, target, facts, num_ctas, cache)
     main = cached_attention(
-        arch_spec(target).backward_of(problem.head_dim, problem.head_dim_v).cache_name,
+        arch_spec(target).backward.cache_name,
         problem,
         choice.tiles,
         target,
@@ -139,7 +138,7 @@ def compile_bwd(
         cache,
     )
     postprocess = add_parts = None
-    if not choice.stores_dq:
+    if not problem.is_wide:
         postprocess = compile_postprocess(problem, choice, target, cache).function
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
@@ -233,7 +232,7 @@ def build_bwd(
     from flash_mask_cute.rules.intervals import Intervals
 
     tiles = asdict(choice.tiles)
-    backward = arch_spec(target).backward_of(problem.head_dim, problem.head_dim_v)
+    backward = arch_spec(target).backward
     if not backward.splits_groups:
         del tiles["splits_group"]
     if not backward.splits_keys:
@@ -245,7 +244,9 @@ def build_bwd(
         group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
         by_head = problem.masks_by_head
         of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
-    kernel = backward.load_class()(
+    load_class = backward.load_wide if problem.is_wide else backward.load_class
+    assert load_class is not None
+    kernel = load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,

@@ -270,11 +270,11 @@ def _stats(x: AttentionProblem, choice: BwdChoice) -> Any:
 
 def _dq_accum(x: AttentionProblem, choice: BwdChoice) -> Any:
     """Sums of dQ, or dQ."""
-    return _q(x, choice) if choice.stores_dq else scratch(choice.tiles.tile_m * choice.tile_d)
+    return _q(x, choice) if x.is_wide else scratch(choice.tiles.tile_m * choice.tile_d)
 
 
-def _semaphores(_: AttentionProblem, choice: BwdChoice) -> Any:
-    return None if choice.tiles.clears_dq or choice.stores_dq else strided(2)
+def _semaphores(x: AttentionProblem, choice: BwdChoice) -> Any:
+    return None if choice.tiles.clears_dq or x.is_wide else strided(2)
 
 
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:

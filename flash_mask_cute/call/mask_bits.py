@@ -84,11 +84,10 @@ def _shares_mask_bits(plan: ExecutionPlan) -> bool:
     """Whether all heads of a call may read the same mask bits, if memory suffices."""
     problem, shapes, masks, target = plan.problem, plan.shapes, plan.masks, plan.target
     lists = masks.block_lists
-    # two launches would read bits in two orders
-    by_rows_and_keys = isinstance(plan.choice, BwdChoice) and plan.choice.stores_dq
     return (
         masks.mask_mod is not None
-        and not by_rows_and_keys
+        # whose launches would read bits in two orders
+        and not (isinstance(plan.choice, BwdChoice) and problem.is_wide)
         and masks.selected is None
         and arch_spec(target).reads_mask_bits
         and shapes.heads_q >= MIN_HEADS

@@ -32,7 +32,7 @@ def check_on_any_device(facts: CallFacts, problem: AttentionProblem) -> None:
 def _refuse_wide_heads(facts: CallFacts, problem: AttentionProblem) -> None:
     """Refuse what kernels do not compute of heads above MAX_HEAD_DIM."""
     dims, reason = (problem.head_dim, problem.head_dim_v), None
-    if max(dims) <= MAX_HEAD_DIM:
+    if not problem.is_wide:
         return
     if max(dims) > facts.spec.forward.most_head_dim:
         reason = f"not supported on {facts.spec.name}"

@@ -49,10 +49,10 @@ def _fwd_tiles(facts: CallFacts, problem: AttentionProblem) -> FwdChoice:
 
 def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
     call, shapes, masks = facts.call, facts.shapes, facts.masks
-    kernel = facts.spec.backward_of(problem.head_dim, problem.head_dim_v)
-    override, num_sms = call.config, facts.target.num_sms
+    kernel, override, num_sms = facts.spec.backward, call.config, facts.target.num_sms
     splits = getattr(override, "group_splits", None)
-    if not (kernel.splits_groups or splits in (None, 1)):
+    splits_groups = kernel.splits_groups and not problem.is_wide
+    if not (splits_groups or splits in (None, 1)):
         raise ValueError(f"config group_splits={splits} is not for {kernel.class_name}")
     choice = select_bwd_config(
         *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
@@ -70,7 +70,7 @@ def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
         listed_rows=problem.listed_rows,
         query_lists=problem.query_lists,
     )
-    if not kernel.splits_groups or problem.query_lists:
+    if not splits_groups or problem.query_lists:
         return choice
     return split_group(choice, problem, shapes, facts.window.sides, num_sms, splits)
 

@@ -117,14 +117,11 @@ class WideBwdTraits(BwdTraits):
         """The reason why a kernel with these traits cannot run, or None."""
         fixed = {"head_dim_v": self.head_dim, "tile_m": ROWS, "stages_q": STAGES}
         fixed |= {"stages_do": STAGES, "stages_kv": 1, "value_cols": 0, "cta_pair": False}
-        for name, value in (fixed | {"has_reference": False}).items():
+        for name, value in (fixed | {"splits_keys": False, "has_reference": False}).items():
             if (given := getattr(self, name)) != value:
                 return f"{name} must be {value} where head_dim is above {MAX_HEAD_DIM}, got {given}"
-        if not MAX_HEAD_DIM < self.head_dim <= MAX_WIDE_HEAD_DIM:
-            return (
-                f"head_dim is above {MAX_HEAD_DIM} up to {MAX_WIDE_HEAD_DIM}, got {self.head_dim}"
-            )
-        return None
+        is_right = MAX_HEAD_DIM < self.head_dim <= MAX_WIDE_HEAD_DIM
+        return None if is_right else f"head_dim is from 264 to 512, got {self.head_dim}"
 
     # a sum of some columns over a block, whose P or dS is in registers
     mma_words = BwdTraits.mma_keys
@@ -252,11 +249,11 @@ class WideBackwardSm90(FlashAttentionBackwardSm90):
                 starts = lengths.cu_seqlens_k if by_keys else lengths.cu_seqlens_q
                 of_pairs = last_first, starts is not None, clusters.CTAS, shared.claims
                 scheduler = CommonTiles(schedule, tile_counter, *of_pairs)
-                rules = self._rules(masks, lengths, group)
+                rules = self._rules(masks, lengths, group, query_lists)
                 send_walks(scheduler, rules, lengths, *rings, claims_late=Boolean(True))
             elif is_first:
                 of_warp = warp_idx - Role.MASK, traits.num_mask_warps, ROWS, wgmma.COLUMNS
-                rules = self._rules(masks, lengths, group)
+                rules = self._rules(masks, lengths, group, query_lists)
                 of_bits = MaskWarpRows.create(*of_warp), shared.bit_tile, shared.bits
                 make_mask_bits(rules, *of_bits, *rings)
         else:
@@ -268,9 +265,9 @@ class WideBackwardSm90(FlashAttentionBackwardSm90):
         # the other CTA may still arrive on mbarriers of this one
         clusters.sync()
 
-    def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32, query_lists: None = None):
+    def _rules(self, masks: MaskArgs, lengths: Lengths, group: Int32, query_lists: None):
         if self.by_keys:
-            return super()._rules(masks, lengths, group, None)
+            return super()._rules(masks, lengths, group, query_lists)
         return ForwardMask.from_kernel(self, wgmma.COLUMNS, masks, lengths)
 
 

@@ -1,4 +1,4 @@
-"""Heads above 256 columns on Hopper: the forward with masks, splits, pages, graphs, new keys."""
+"""Heads above 256 columns on Hopper: with masks, gradients, splits, pages, graphs, new keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from cases import Case
 from inputs import make_inputs
 from paged_inputs import paged
 from public_call import check, check_replay, forward
+from test_functional_gpu import arguments_of
+from test_functional_gpu import check as check_gradients
 from tolerances import assert_close_to_oracle
-from wide_cases import DECODE, FEW, MANY, WIDE_CASES
+from wide_cases import DECODE, FEW, MANY, TRAINED_WIDE_CASES, WIDE_CASES
 
 from flash_mask_cute import flash_attn_func, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_fwd
@@ -23,6 +25,21 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("case", WIDE_CASES, ids=lambda case: case.id)
 def test_against_oracle(case: Case) -> None:
     check(make_inputs(case, CUDA))
+
+
+@pytest.mark.parametrize("case", TRAINED_WIDE_CASES, ids=lambda case: case.id)
+def test_gradients(case: Case) -> None:
+    """By roles: each gradient has one owner, so its bits are equal."""
+    inputs = make_inputs(case, CUDA)
+    check_gradients(inputs)
+    function, keywords = arguments_of(inputs)
+    out, _ = function(**keywords)
+    operands = [keywords[name] for name in "qkv"]
+    first, *others = (
+        torch.autograd.grad(out, operands, torch.ones_like(out), retain_graph=True)
+        for _ in range(3)
+    )
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("more", [{"num_splits": 3}, {"seqlen_k_per_split": 512}, {}], ids=str)

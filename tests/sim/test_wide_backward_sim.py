@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
-from cases import FP16, FP32, Case
+from cases import FP32, Case
 from gradient_oracle import make_output_gradients
 from inputs import make_inputs
 from quiet_runs import quiet_run
 from simulated_backward import assert_same_bits, launch_on_simulator, run_hostile, run_sim
 from unseen_memory import NAN, with_empty, with_unused_gradients
-from wide_cases import WIDE_CASES
+from wide_cases import TRAINED_WIDE_CASES
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
@@ -20,21 +20,9 @@ LAUNCHES = 2
 # each role is slow in it: several work tiles of a CTA, partial and full blocks, groups, a tail
 SLOW = Case("slow", heads_q=2, heads_kv=1, head_dim=320, causal=True, window_left=150,
             lengths_q=(200, 0, 70), lengths_k=(300, 20, 70))  # fmt: skip
-TRAINED = [case for case in WIDE_CASES if case.score_mod is None and not case.softcap]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *TRAINED,
-        SLOW,
-        Case("lists-d384", 1, 200, 300, 2, 1, 384, mask_mod="eviction", blocks=(192, 96)),
-        Case("scale-negative", 1, 65, 70, head_dim=264, softmax_scale=-0.1),
-        Case("fused", 2, 70, 70, 2, 2, 512, strided="fused_qkv", dtype=FP16, causal=True),
-        Case("columns-by-head", 1, 130, 130, 4, 2, 512, column="stepped2", column_heads="q"),
-    ],
-    ids=lambda case: case.id,
-)
+@pytest.mark.parametrize("case", (*TRAINED_WIDE_CASES, SLOW), ids=lambda case: case.id)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), (1,), LAUNCHES)
 

@@ -13,7 +13,6 @@ from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
     SM90_STATISTICS,
-    SM90_WIDE_BWD,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
@@ -84,9 +83,8 @@ class BackwardKernel(AttentionKernel):
     where they come first. gathers_queries: it takes each query's selection of key blocks as query
     lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
     load_limits: loads the module with the limits of its threads and shared memory.
-    load_entry_kernels, load_entry_traits: load `EntryKernels`. None: it has no such limits or
-    kernels. stores_dq: each gradient has one owner, which stores it, so dQ has no sums in memory.
-    wide: of heads above MAX_HEAD_DIM; None: there is none."""
+    load_entry_kernels, load_entry_traits: load `EntryKernels`. load_wide: loads the class for heads
+    above MAX_HEAD_DIM. None: it has no such limits or kernels."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -99,8 +97,7 @@ class BackwardKernel(AttentionKernel):
     load_limits: Callable[[], Any] | None = None
     load_entry_kernels: Callable[[], EntryKernels] | None = None
     load_entry_traits: Callable[[], EntryKernels] | None = None
-    stores_dq: bool = False
-    wide: BackwardKernel | None = None
+    load_wide: Callable[[], Any] | None = None
 
     def limits(self) -> Any:
         """As `load_limits`, of a kernel that has them."""
@@ -140,12 +137,6 @@ class ArchSpec:
             return self.forward
         assert self.statistics is not None
         return self.statistics
-
-    def backward_of(self, head_dim: int, head_dim_v: int) -> BackwardKernel:
-        """The kernel of the backward for these head dimensions."""
-        wide = self.backward.wide
-        is_wide = max(head_dim, head_dim_v) > MAX_HEAD_DIM
-        return self.backward if wide is None or not is_wide else wide
 
 
 def _forward_sm90() -> Any:
@@ -188,12 +179,6 @@ def _wide_backward_sm90() -> Any:
     from flash_mask_cute.sm90.flash_bwd_wide import WideBackwardSm90
 
     return WideBackwardSm90
-
-
-def _wide_backward_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_bwd_wide import WideBwdTraits
-
-    return WideBwdTraits
 
 
 def _limits_sm90() -> Any:
@@ -270,19 +255,7 @@ SM90_BACKWARD = BackwardKernel(
     load_limits=_limits_sm90,
     load_entry_kernels=_entry_kernels_sm90,
     load_entry_traits=_entry_traits_sm90,
-    wide=BackwardKernel(
-        "WideBackwardSm90",
-        "flash_bwd_wide_sm90",
-        _wide_backward_sm90,
-        _wide_backward_traits_sm90,
-        SM90_WIDE_BWD,
-        "accumulators",
-        splits_groups=False,
-        splits_keys=False,
-        orders_aux=False,
-        pairs_take_turns=False,
-        stores_dq=True,
-    ),
+    load_wide=_wide_backward_sm90,
 )
 SM90 = ArchSpec(
     "Hopper",

@@ -25,6 +25,7 @@ from flash_mask_cute.call.tiles.rows import (
     rows_for,
 )
 from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.limits import MAX_HEAD_DIM
 from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import H200_SMS
 
@@ -333,7 +334,7 @@ class BwdChoice:
     tile_n: keys of a CTA's tile. cluster_tile_n: keys of all tiles of a cluster. tile_d, tile_dv:
     columns of a tile of Q and K, and of V. The scratch memory in which their gradients are summed
     has the same columns. group_splits: CTAs that share the query heads of a group
-    (`call/tiles/group_splits.py`). stores_dq: see `BackwardKernel`.
+    (`call/tiles/group_splits.py`).
     """
 
     tiles: BwdTiles
@@ -344,7 +345,6 @@ class BwdChoice:
     smem_bytes: int
     reason: str
     group_splits: int = 1
-    stores_dq: bool = False
 
     @property
     def ctas_of_tile(self) -> int:
@@ -443,9 +443,7 @@ def select_bwd_config(
                 changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
                 reason = _join_reasons(_reason_of(row), given, changed, refusal)
                 sizes = traits.tile_n, traits.cluster_tile_n, traits.tile_d, traits.tile_dv
-                return BwdChoice(
-                    tiles, *sizes, traits.smem_bytes, reason, stores_dq=kernel.stores_dq
-                )
+                return BwdChoice(tiles, *sizes, traits.smem_bytes, reason)
             refusal = refusal or why_not
     raise ValueError(
         f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
@@ -512,7 +510,9 @@ def _bwd_traits(
 ) -> Any:
     from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
-    return kernel.load_traits()(
+    load = kernel.load_wide if head_dim > MAX_HEAD_DIM else None
+    traits = kernel.load_traits() if load is None else load().traits_class
+    return traits(
         BFloat16,
         head_dim,
         head_dim_v,

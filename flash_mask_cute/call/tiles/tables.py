@@ -300,6 +300,11 @@ SM103_FWD = _SM100_FWD
 
 SM90_BWD = (
     BwdRow(
+        *(512, 512, 64, 2, 2, 1, 0),
+        "one CTA has S and another dP; each gradient has an owner, which stores it",
+        above_dim=256,
+    ),
+    BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
         "blocks of a few gathered queries, with all values in registers",
         clears_dq=True,
@@ -433,15 +438,6 @@ SM90_BWD = (
     BwdRow(
         *(256, 256, 64, 2, 1, 1, 0),
         "each warpgroup sums half of the columns; a second buffer for Q, not for dO",
-    ),
-)
-
-# of heads above 256 columns, by roles
-SM90_WIDE_BWD = (
-    BwdRow(
-        *(512, 512, 64, 2, 2, 1, 0),
-        "two CTAs share products, one has S and the other dP; each gradient has one owner",
-        above_dim=256,
     ),
 )
 

@@ -12,7 +12,6 @@ from bench.codegen_variants import VARIANTS, AttentionVariant
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
-    SM90_WIDE_BWD,
     SM100_BWD,
     SM100_FWD,
 )
@@ -79,7 +78,6 @@ def test_what_the_variants_cover() -> None:
     for rows, arch, is_backward in (
         (SM90_FWD, "sm_90a", False),
         (SM90_BWD, "sm_90a", True),
-        (SM90_WIDE_BWD, "sm_90a", True),
         (SM100_FWD, "sm_100a", False),
         (SM100_FWD, "sm_103a", False),
         (SM100_BWD, "sm_100a", True),

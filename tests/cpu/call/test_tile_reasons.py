@@ -14,7 +14,6 @@ from flash_mask_cute.call.tiles.rows import describe_conditions
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
-    SM90_WIDE_BWD,
     SM100_BWD,
     SM100_FWD,
 )
@@ -23,7 +22,6 @@ PRINTED = Path(__file__).with_name("tile_reasons.txt")
 TABLES = {
     "Hopper, forward": SM90_FWD,
     "Hopper, backward": SM90_BWD,
-    "Hopper, backward of wide heads": SM90_WIDE_BWD,
     "Blackwell, forward": SM100_FWD,
     "Blackwell, backward": SM100_BWD,
 }
