@@ -29,7 +29,7 @@ RENAMED = {
 REFERENCE = {
     "Functions": (
         *("flash_attn_func", "flash_attn_varlen_func", "flashmask_attention", "flex_attention"),
-        *("explain", "plot"),
+        *("attention_statistics", "attention_statistics_varlen", "explain", "plot"),
     ),
     "Masks": (
         *("ColumnMask", "SelectedBlocks", "BlockSparseTensorsTorch", "create_block_mask"),
@@ -46,7 +46,7 @@ REFERENCE = {
     "Integrations": (
         *(f"integrations.transformers.{x}" for x in ("register", "masks_for")),
         *(f"integrations.torch.{x}" for x in ("register", "sdpa", "kernels_run", "Ran")),
-        "integrations.trl.register_tree_attention",
+        *(f"integrations.trl.{x}" for x in ("register_tree_attention", "tree_attention")),
         "integrations.cuequivariance.triangle_attention",
     ),
     "Host calls": (

@@ -122,7 +122,7 @@ class LogicalBits(NamedTuple):
     """States of logical blocks as bits: bit kb % 32 of word kb // 32 describes key block kb.
 
     visible (partial or full), full: int32 (B', H', num_q_blocks, ceil(num_k_blocks / 32)); bits
-    behind the last block are 0. block_q, block_k: tokens of a block.
+    after the last block are 0. block_q, block_k: tokens of a block.
     """
 
     visible: Tensor

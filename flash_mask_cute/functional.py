@@ -197,8 +197,8 @@ def flash_attn_func(
     has the same effect. On Blackwell gradients of aux tensors have no fixed order: deterministic
     is refused beside them, and torch's setting with warn_only only warns.
     out: memory for the result, without gradients: the shape below, the device of q, its dtype or,
-    for 16 bits, also fp32, any strides whose last one is 1, and no memory of another argument. On a
-    GPU its rows start at multiples of 16 bytes.
+    for 16 bits, also fp32, and memory of its own. The last stride is 1, others are any. On a GPU
+    rows start at multiples of 16 bytes.
     config: a mapping of fields of `FwdConfig` and `BwdConfig`, such as {"skip_blocks": False},
     which holds for both directions; or a pair (forward, backward) of configs for the two host
     calls.
@@ -208,7 +208,7 @@ def flash_attn_func(
         lse is fp32 (batch, heads_q, seqlen_q), natural log, and differentiable too. With
         return_max_logit, one more result, max_logit fp32 (heads_q,): the largest visible score of
         each head, after scale, soft cap and score_mod, without the sink. It is -inf for a head that
-        sees nothing, and has no gradient. Muon's QK-clip (Kimi Team 2025) scales weights by it.
+        sees nothing, and gets no gradient. Muon's QK-clip (Kimi Team 2025) scales weights by it.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
@@ -325,19 +325,19 @@ def flash_attn_varlen_func(
     With cu_seqlens_q (int32, batch + 1) q is packed, (total_q, heads_q, head_dim). With
     cu_seqlens_k k and v are packed. A side without cu_seqlens is dense. seqused_* (int32, batch)
     count the used rows of each batch entry. Beside cu_seqlens_q, k and v of one batch entry, (1,
-    seqlen_k, heads_kv, d), are those of all sequences, and so are their gradients, which are sums;
+    seqlen_k, heads_kv, d), serve all sequences, and their gradients are sums over the sequences;
     the b of masks and mods is the sequence of the query (docs/masks.md). With page_table (int32,
     (batch, max_pages)) k and v are pools of pages (pages, page_size, heads_kv, d): the seqused_k
     keys of sequence b lie in pages page_table[b, 0], page_table[b, 1] and so on. For packed queries
     lse is (heads_q, total_q). max_logit is always (heads_q,). Gradients of unused rows are 0.
 
-    causal: a bool, or int32 (batch,): the sequences where it is not 0 are causal, and others see
-    all keys that the window leaves. Its contents may change between calls. Column intervals given
-    as a tensor then have the form without causal. Such a call has no gradients, and is not
-    supported on Blackwell.
+    causal: a bool, or int32 (batch,): a sequence is causal if its number is not 0; others see all
+    keys in the window. Contents may change between calls. Column intervals given as a tensor then
+    use the form without causal. Such a call supports no gradients, and Blackwell does not support
+    it.
 
     Over seqused_k or pages, k and v may be in float8_e4m3fn beside q in 16 bits, with k_descale and
-    v_descale as in `flash_attn_with_kvcache`. Such a call has no gradients.
+    v_descale as in `flash_attn_with_kvcache`. Such a call supports no gradients.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`; paged calls, those with
@@ -471,11 +471,11 @@ def flashmask_attention(
     heads_q; see `ColumnMask`. window_size: as in `flash_attn_func`, or an int >= 0 for both sides;
     None or -1 leaves a side open. A window and intervals may be given together. block_mask: int32
     (batch or 1, heads as above, seqlen_q / 128, seqlen_k / 128, rounded up), 1 for each block of
-    128 x 128 that is kept and 0 for one that is hidden; it joins the other masks, and is made a
-    block list in each call. deterministic, q_start: as in `flash_attn_func`. With fewer queries
+    128 x 128 that is kept and 0 for one that is hidden; it joins the other masks, and each call
+    makes a block list of it. deterministic, q_start: as in `flash_attn_func`. With fewer queries
     than keys, q_start=0 puts the first query at row 0 of the intervals, and q_start="end" puts the
     last query at the last key. return_seed_offset=False, fixed_seed_offset=None, rng_name="" and
-    name=None, which belong to dropout or to nothing, are accepted; other values are not.
+    name=None are accepted for PaddlePaddle's sake; other values are refused.
 
     Returns:
         out, or (out, lse) with return_lse or return_softmax_lse, which mean the same, as

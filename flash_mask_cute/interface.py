@@ -135,13 +135,13 @@ def _flash_attn_fwd(
     row for each query is then refused (docs/masks.md).
 
     out is like q with head_dim_v; that of the caller may be fp32 for q in 16 bits. lse, natural
-    log, is fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q). It is None unless return_lse, lse
-    or lse_low asks for it. A row that sees nothing has out 0 and lse -inf (with a sink, lse is the
-    sink). No autograd graph is recorded. A score_mod may return any finite number, such as the
-    -1e30 of an additive mask. lse_low is shaped like lse, needs a score_mod, and receives the
-    rounding error of lse for the backward. max_scores, shaped like lse, receives the largest
-    visible score of each row, -inf if there is none. out, lse, lse_low and max_scores share no
-    memory with inputs or each other. On a GPU rows of out start at multiples of 16 bytes.
+    log, is fp32 (batch, heads_q, seqlen_q) or (heads_q, total_q), and the caller's may be fp64 for
+    q in fp64. It is None unless return_lse, lse or lse_low asks for it. A row that sees nothing has
+    out 0 and lse -inf (with a sink, lse is the sink). A score_mod may return any finite number.
+    lse_low is shaped like lse, needs a score_mod, and receives the rounding error of lse for the
+    backward. max_scores, shaped like lse, receives the largest visible score of each row, -inf if
+    there is none. out, lse, lse_low and max_scores share no memory with inputs or each other. On a
+    GPU rows of out start at multiples of 16 bytes.
 
     page_table: int32 (batch, max_pages). k and v are then pools (pages, page_size, heads_kv, ...)
     with pages of 1 to 256 keys and any strides but the last. Page j of sequence b is number
@@ -418,8 +418,8 @@ def explain(
 def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
     """The call with a window or column intervals in place of a mask_mod written in torch.
 
-    Only for dense calls whose rows are counted from the first one, and for a mod that reads no
-    tensors: their contents may change unseen. Otherwise the call itself. masks: those of the call,
+    Only for dense calls that count rows from the first one, and for a mod that reads no tensors,
+    because their contents may change unseen. Otherwise the call itself. masks: those of the call,
     maybe with the mod of a block mask.
 
     Raises:
@@ -456,7 +456,7 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         )
         options = replaced(options, window_size_left=left, window_size_right=right)
         if right == 0 and isinstance(options.causal, bool):
-            # by another name, under which the choice of tiles knows it
+            # by another name, by which tiles are selected
             options = replaced(options, causal=True, window_size_right=None)
     else:
         columns = form.mask

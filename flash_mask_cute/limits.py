@@ -15,7 +15,7 @@ MOST_VALUE_COLUMNS = 256
 LARGEST_CODE = 448.0
 # keys of a page
 MAX_PAGE_SIZE = 256
-# parts that a caller may ask for, whose results are then combined
+# parts that a caller may ask for; their results are then combined
 MOST_SPLITS = 256
 # keys of a fixed split at least (`core/fixed_splits.py`): a few key tiles
 LEAST_FIXED_SPLIT = 512

@@ -94,7 +94,7 @@ class SeqlenInfoQK:
 
 @dataclass(frozen=True)
 class SeqlenInfoQKNewK:
-    """Lengths of one batch entry whose key cache grows by new keys in the same call.
+    """Lengths of one batch entry; its key cache grows by new keys in the same call.
 
     The cache slot holds `leftpad_k` tokens of padding, then `seqlen_k_og` keys; the
     `seqlen_k_new` new keys follow them. Logical key j of the `seqlen_k = seqlen_k_og +
@@ -127,7 +127,7 @@ class SeqlenInfoQKNewK:
         mCuSeqlensKNew: Any = None,
         mLeftpadK: Any = None,
     ) -> SeqlenInfoQKNewK:
-        """Extend `cache`, whose `seqlen_k` counts the cached tokens and their left padding.
+        """Extend `cache`; its `seqlen_k` counts the cached tokens and their left padding.
 
         mCuSeqlensKNew (batch + 1,) int32: packed start of each entry's new keys; without it every
         entry appends `seqlen_k_new_static`. mLeftpadK (batch,) int32: padding tokens.

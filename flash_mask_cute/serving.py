@@ -169,8 +169,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch or write; names argument and
-            value. Contents are checked on the CPU only. Inputs that require grad have gradients if
-            nothing is written into contiguous caches, without cache_batch_idx and cache_leftpad.
+            value. Contents are checked on the CPU only. Contiguous caches without new rows,
+            cache_batch_idx and cache_leftpad support gradients.
 
     Example:
         >>> import torch
@@ -203,20 +203,14 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
     new = NewRows(k, v, cu_seqlens_k_new, *rotary)
-    return _attend_and_name(cache, cache_seqlens, new, call, (return_lse, return_softmax_lse))
-
-
-def _attend_and_name(
-    cache: Cache, cache_seqlens: Any, new: NewRows, call: AttentionCall, returns: tuple[bool, bool]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`_attend_over`, whose errors name what a mod of the caller captured."""
+    returns = return_lse, return_softmax_lse
     if torch.compiler.is_compiling():
-        return _attend_over(cache, cache_seqlens, new, call, returns)
+        return _attend_over(cache, cache_seqlens, new, call, returns, is_compiling=True)
+    # here, because a function of its own would cost each call a frame
     try:
-        return _attend_over(cache, cache_seqlens, new, call, returns)
+        return _attend_over(cache, cache_seqlens, new, call, returns, is_compiling=False)
     except OutsideError as error:
-        masks = call.masks or NO_MASKS
-        mods = masks.score_mod, masks.mask_mod, masks.aux_tensors
+        mods = score_mod, mask_mod, aux_tensors
         raise named_by_mods(error, *mods, cache.device) from error
 
 
@@ -226,20 +220,22 @@ def _attend_over(
     new: NewRows,
     call: AttentionCall,
     returns: tuple[bool, bool],
+    is_compiling: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """returns: return_lse and return_softmax_lse. `call` does not hold the cache lengths yet."""
     options, x, masks = call.options, call.tensors, (call.masks or NO_MASKS).with_own_mod()
     check_num_splits(options.num_splits)
     for name, returns_lse in zip(("return_lse", "return_softmax_lse"), returns, strict=True):
         check_bool(name, returns_lse)
-    check_bool("rotary_interleaved", new.interleaved)
+    if type(new.interleaved) is not bool:
+        check_bool("rotary_interleaved", new.interleaved)
     options = replaced(options, return_lse=any(returns))
     scale = options.softmax_scale
     if scale is not None and type(scale) is not float:
         options = replaced(options, softmax_scale=scale_number(scale))
     call = replaced(call, options=options)
     # Dynamo cannot trace checks; the operators of its graph run them
-    is_compiling, wrapped = torch.compiler.is_compiling(), None
+    wrapped = None
     if not is_compiling:
         wrapped = kind_refused(check_cache, cache, masks.startend_row_indices)
     cache = replaced(cache, seqlens=seqlens_of(cache_seqlens, cache))
@@ -257,7 +253,7 @@ def _attend_over(
         if not is_compiling and wrapped is None:
             if not (call.options.config is call.backward.config is None):
                 call = with_configs(call)
-            # what is wrong in the rest is told before anything is written
+            # what is wrong in the rest is reported before anything is written
             wrapped = kind_refused(prepare_append, write, call)
     elif cache.batch_idx is not None or cache.leftpad is not None:
         refuse_gradients("there are no gradients beside cache_batch_idx and cache_leftpad", x)
@@ -336,9 +332,9 @@ def flash_attn_combine(
     out_dtype: by default the dtype of out, or of out_partial. out: receives the result; it has the
     shape of out_partial without num_splits, any strides, and memory of its own, and there are no
     gradients. On a GPU head_dim is a multiple of 8 up to 512, and dtypes have 16 or 32 bits.
-    cu_seqlens and seqused only keep their names. A part that saw nothing has the LSE -inf, and its
-    output may hold anything. A row whose parts all saw nothing has out 0 and lse -inf. Without out,
-    both inputs have gradients.
+    cu_seqlens and seqused must be None. A part that saw nothing has the LSE -inf, and its output
+    may hold anything. If all parts of a row saw nothing, its out is 0 and its lse -inf. Gradients
+    of both inputs are supported without out.
 
     Returns:
         (out, lse): out (batch, seqlen, heads, head_dim) or (total, heads, head_dim), lse the same

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.passes import refuse_dual_level
-from flash_mask_cute.autograd.torch_ops import CALL_SCHEMA, call_of_operator, to_operator, with_out
+from flash_mask_cute.autograd.torch_ops import (
+    CALL_SCHEMA,
+    call_of_operator,
+    forward_of_graph,
+    to_operator,
+    with_out,
+)
 from flash_mask_cute.call.append import Append, append, check_append, restored_on_error
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 from flash_mask_cute.call.check.kvcache import (
@@ -128,8 +134,8 @@ def _append_and_attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     check_cache(cache, (call.masks or NO_MASKS).startend_row_indices)
     check_contents(cache)
     prepare_append(write, call)
-    out, lse = append_and_attend(write, call, interface.forward)
-    assert lse is not None
+    of_call = arguments[number + 4 :]
+    out, lse = append_and_attend(write, call, lambda over: forward_of_graph(over, of_call))
     return out if given is None else out.new_empty(0), lse
 
 

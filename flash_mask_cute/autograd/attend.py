@@ -393,4 +393,6 @@ def _attend_by_operators(
     out, lse, _, largest = torch.ops.flash_mask_cute.attention_fwd(
         x.q, x.k, x.v, x.learnable_sink, *arguments
     )
+    if lse.dtype == torch.float64:
+        lse = lse.float()
     return Results(out, lse, largest.detach() if return_max else None)

@@ -44,6 +44,8 @@ class Attention(torch.autograd.Function):
         save(ctx, call, out, lse)
         ctx.wants_aux = wants_aux
         max_scores = call.tensors.max_scores
+        if lse.dtype is torch.float64:
+            lse = lse.float()
         if max_scores is None:
             return out, lse
         ctx.mark_non_differentiable(max_scores)

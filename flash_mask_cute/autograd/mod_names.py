@@ -5,10 +5,11 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from flash_mask_cute.lowering.pair import OutsideError, as_captured
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.constant_result import (
     VERSION,
@@ -17,6 +18,9 @@ from flash_mask_cute.runtime.constant_result import (
     of_constants,
 )
 from flash_mask_cute.runtime.recent import Recent
+
+if TYPE_CHECKING:
+    from flash_mask_cute.lowering.lower import LoweredMod
 
 Mod: TypeAlias = Callable[..., Any]
 
@@ -42,6 +46,24 @@ def optional_name(mod: Mod | str | None) -> str | None:
     elif torch.compiler.is_dynamo_compiling():
         torch._dynamo.comptime.comptime(_guard_function)
     return _name_of(function, owner)
+
+
+def with_captures(name: str, mod: LoweredMod | None, called: str) -> str:
+    """The name of a lowered mod, with lines for messages: what its author called it, and what it
+    captured, in the order of its aux tensors."""
+    return name if mod is None else "\n".join((name, called, *map(str, mod.origins)))
+
+
+def named_in_graph(
+    error: OutsideError, score_name: str | None, mask_name: str | None, num_aux: int
+) -> IndexError:
+    """An index outside an aux tensor as an index outside what a mod of a graph captured, by the
+    names of its mods."""
+    lines = {"score_mod": (score_name or "").split("\n"), "mask_mod": (mask_name or "").split("\n")}
+    # the first aux tensors are the caller's
+    captured = [None, *lines["score_mod"][2:], *lines["mask_mod"][2:]]
+    place = max(error.tensor - num_aux + len(captured), 0)
+    return as_captured(error, "".join(lines[error.kind][1:2]), captured[place])
 
 
 def _guard_function(context: Any) -> None:
@@ -76,7 +98,7 @@ def optional_mod(name: str | None) -> Mod | None:
     """The callable of that name. Raises RuntimeError: no callable has that name in this process."""
     if name is None:
         return None
-    mod = _mods.get(name)
+    mod = _mods.get(name.partition("\n")[0])
     if mod is None:
         raise RuntimeError(
             f"no callable is known as {name!r}: names of score_mod, mask_mod and score_mod_bwd in "

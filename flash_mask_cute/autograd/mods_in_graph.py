@@ -23,7 +23,7 @@ from flash_mask_cute.autograd.made_inside import (
     made_inside,
     parts_made_inside,
 )
-from flash_mask_cute.autograd.mod_names import optional_name
+from flash_mask_cute.autograd.mod_names import optional_name, with_captures
 from flash_mask_cute.lowering.captures import CapturedTensor, Captures
 from flash_mask_cute.lowering.convention import check_torch_mod, is_torch_mod
 from flash_mask_cute.lowering.lower import Program, found_program, lower_mod
@@ -139,6 +139,7 @@ def _resolve_both(
     inside: tuple[MadeInside | None, ...],
 ) -> tuple[Any, ...]:
     lowered: list[Any] = []
+    called = ["", ""]
     names: list[str | None] = [None, None]
     sources: list[tuple[Any, ...]] = []
     functions: list[tuple[int, Steps]] = []
@@ -156,6 +157,7 @@ def _resolve_both(
             continue
         # extents are no constants of a graph
         lowered[-1] = lower_mod(mod, kind, device).written(checks=True)
+        called[which] = name_of(mod)
         program, captures = found_program(mod, kind, torch.device(device))
         if captures.key is None or program.found is not None:
             raise NotImplementedError(
@@ -186,8 +188,12 @@ def _resolve_both(
         lowered[0] = None
         sources = [x for x in sources if x[0] != 0]
     mods = join_mods(lowered[0], lowered[1], [torch.empty(0, device="cpu")] * given)
+    for which, mod in enumerate((mods.score_mod, mods.mask_mod)):
+        if mod is not None:
+            name = str(optional_name(mod))
+            names[which] = with_captures(name, lowered[which], called[which])
     return (
-        names[0] or optional_name(mods.score_mod), names[1] or optional_name(mods.mask_mod),
+        names[0], names[1],
         tuple(sources), tuple(functions), tuple(numbers), tuple(shapes),
     )  # fmt: skip
 

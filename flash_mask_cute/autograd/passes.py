@@ -40,20 +40,29 @@ def refuse_dual_level() -> None:
 def with_outputs(call: AttentionCall, wants_max: bool, wants_low: bool = True) -> AttentionCall:
     """The call with new tensors for what autograd saves or returns beside out and lse.
 
-    lse_low, which nobody reads without a backward (wants_low): the rounding error of LSE. Scores
-    that are plain products are too small for it to matter. max_scores: the largest score of each
-    row, -inf in rows of no sequence. There are none for a q that the call will be refused for.
+    lse_low, the rounding error of LSE, and an LSE in float64 beside float64 tensors are for a
+    backward (wants_low). Scores that are plain products are too small for lse_low to matter.
+    max_scores: the largest score of each row, -inf in rows of no sequence. A q that the call will
+    be refused for gets none of these.
     """
     x, q = call.tensors, call.tensors.q
     has_mod = wants_low and call.masks is not None and call.masks.score_mod is not None
-    if not (has_mod or wants_max) or q.dim() not in (3, 4):
+    is_wide = wants_low and getattr(q, "dtype", None) is torch.float64
+    if not (has_mod or wants_max or is_wide) or q.dim() not in (3, 4):
         return call
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if is_wide:
+        x = replaced(x, lse=q.new_empty(shape))
     if has_mod:
-        x = replaced(x, lse_low=q.new_empty(shape, dtype=torch.float32))
+        x = replaced(x, lse_low=q.new_empty(shape, dtype=lse_dtype(q)))
     if wants_max:
         x = replaced(x, max_scores=q.new_full(shape, -torch.inf, dtype=torch.float32))
     return AttentionCall(x, call.masks, call.options, call.backward)
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of the LSE that autograd saves, and of its rounding error."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def recorded(call: AttentionCall) -> AttentionCall:

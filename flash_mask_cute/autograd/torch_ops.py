@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute import interface
-from flash_mask_cute.autograd.mod_names import optional_mod, optional_name
+from flash_mask_cute.autograd.mod_names import named_in_graph, optional_mod, optional_name
 from flash_mask_cute.autograd.passes import (
+    lse_dtype,
     refuse_dual_level,
     refuse_second_derivative,
     run_backward,
@@ -43,6 +44,7 @@ from flash_mask_cute.mask_prep.documents import DocumentTensors
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask, Documents
 from flash_mask_cute.masks.q_start import QStart
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
+from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.mods.signature import as_callable
 from flash_mask_cute.runtime.checks import check_bool, check_list
 from flash_mask_cute.runtime.constant_result import assume_constant_result, is_symbol
@@ -407,13 +409,13 @@ def _(indices: Tensor, causal: bool, batch: int) -> tuple[Tensor, ...]:
 def _attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """lse_low has no elements without a score_mod, max_scores has none unless requested."""
+    """lse_low has no elements without a score_mod, max_scores has none unless requested. lse and
+    lse_low are float64 beside float64 tensors."""
     # a compiled graph runs on what it is given
     refuse_dual_level()
     call = call_of_operator(q, k, v, sink, arguments)
     call = with_outputs(call, _argument("wants_max", arguments))
-    out, lse = interface.forward(call)
-    assert lse is not None
+    out, lse = forward_of_graph(call, arguments)
     x = call.tensors
     return out, lse, _or_nothing(x.lse_low, x.q), _or_nothing(x.max_scores, x.q)
 
@@ -426,9 +428,20 @@ def _attention_fwd_into(
     refuse_dual_level()
     call = with_out(call_of_operator(q, k, v, sink, arguments), own_memory(out))
     call = with_outputs(call, _argument("wants_max", arguments), wants_low=False)
-    _, lse = interface.forward(call)
-    assert lse is not None
+    _, lse = forward_of_graph(call, arguments)
     return lse, _or_nothing(call.tensors.max_scores, call.tensors.q)
+
+
+def forward_of_graph(call: AttentionCall, arguments: Iterable[Any]) -> tuple[Tensor, Tensor]:
+    """`interface.forward`, with errors that name what mods captured."""
+    try:
+        out, lse = interface.forward(call)
+    except OutsideError as error:
+        names = _argument("score_mod", arguments), _argument("mask_mod", arguments)
+        num_aux = len((call.masks or NO_MASKS).aux_tensors or ())
+        raise named_in_graph(error, *names, num_aux) from None
+    assert lse is not None
+    return out, lse
 
 
 def with_out(call: AttentionCall, out: Tensor | None) -> AttentionCall:
@@ -466,9 +479,8 @@ def _(
     lse_shape = (*rows[:-1], heads_q, rows[-1])
     low_shape = (0,) if _argument("score_mod", arguments) is None else lse_shape
     max_shape = lse_shape if _argument("wants_max", arguments) else (0,)
-    shapes = lse_shape, low_shape, max_shape
-    lse, lse_low, largest = (q.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return out, lse, lse_low, largest
+    lse, lse_low = (q.new_empty(shape, dtype=lse_dtype(q)) for shape in (lse_shape, low_shape))
+    return out, lse, lse_low, q.new_empty(max_shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("flash_mask_cute::attention_fwd_into", lib=_library)

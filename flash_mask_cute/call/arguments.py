@@ -373,7 +373,9 @@ BY_POSITION = (
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     """Left and right sides, as the host calls take them, of a pair in which -1 may stand for None.
     Raises ValueError: it is no pair."""
-    sides: Any = () if isinstance(window_size, Tensor) else window_size
+    sides: Any = window_size
+    if type(sides) is not tuple and isinstance(sides, Tensor):
+        sides = ()
     try:
         left, right = sides
     except (TypeError, ValueError):

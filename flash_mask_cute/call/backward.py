@@ -127,7 +127,7 @@ class KernelBackward:
             count_writing(dv)
         result = dq, dk, dv
         if dlse is not None and dlse.is_neg():
-            # autograd negates lazily behind a conjugation; a copy of such a dout is no longer so
+            # autograd negates lazily after a conjugation; a copy of such a dout is no longer so
             dlse = dlse.resolve_neg()
         if self._conversions is not None:
             q, k, v, out, dout, dq, dk, dv, sink = convert(

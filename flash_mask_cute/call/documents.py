@@ -165,7 +165,7 @@ def by_documents(
 
 
 def with_gradients(tensors: Tensors) -> Tensors:
-    """The call with new tensors for missing gradients. A launch would clear the rows behind the
+    """The call with new tensors for missing gradients. A launch would clear the rows after the
     last sequence in its own tensors; here there are no such rows."""
     x, given = tensors, tensors.gradients
     gradients = replaced(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_mask_cute.block_sparsity import from_block_mask
 from flash_mask_cute.call.arguments import (
+    NO_BACKWARD_OPTIONS,
     NO_LENGTHS,
     NO_OPTIONAL,
     AttentionCall,
@@ -96,7 +97,7 @@ def find_fwd(
     """
     key: Any = None
     try:
-        tensors, masks, options, _, _ = call
+        tensors, masks, options, backward, _ = call
         q, k, v, sink, lengths, optional, out, lse, lse_low, max_scores, _ = tensors
         # types first, because `are_plain` takes longer
         if not (type(q) is type(k) is type(v) is Tensor or are_plain(q, k, v)) or in_transform():
@@ -131,6 +132,9 @@ def find_fwd(
             max_scores if max_scores is None else metadata(max_scores),
             options,
         )  # fmt: skip
+        if options.is_recorded and backward is not NO_BACKWARD_OPTIONS:
+            # which the forward checks when it is prepared
+            key = (*key, backward.deterministic, backward.config)
         if address & ADDRESS_MASK:
             # what copies them is another prepared call
             key = (*key, misplaced(q, k, v))

@@ -113,7 +113,7 @@ class AttentionProblem:
     tile of a backward that takes the selection as query lists (`query_lists.py`), and packs all
     heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the intervals hide
     other scores from one head of a group than from another. tables: dtypes of the tables of
-    differences that the kernel gets behind the aux tensors (`tables.py`), summed:
+    differences that the kernel gets after the aux tensors (`tables.py`), summed:
     (number, size of the sums) of the reads whose gradients it sums by difference.
     lists_per_warpgroup: warpgroups of a forward, or keys of one in a backward, have block lists of
     their own (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a
@@ -310,7 +310,7 @@ def may_empty_rows(
         # the band may lie beside a row's own key
         return True
     if problem.q_start is not None:
-        # the window may lie behind the last key
+        # the window may lie after the last key
         return True
     # the last query stands at the last key, so the first one stands before the first key if there
     # are more queries, and sees some only to its right

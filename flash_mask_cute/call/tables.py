@@ -43,7 +43,7 @@ from flash_mask_cute.runtime.target import Target
 LEAST_SCORES = 2**22
 # Of a table; an element takes as long as some scores.
 SCORES_OF_ELEMENT = 8
-# Of differences. Positions past the end of a sequence are less than a tile behind it.
+# Of differences. Positions past the end of a sequence are less than a tile after it.
 MARGIN = 256
 # Positions whose functions the host evaluates, and differences of a table.
 MOST_EVALUATED = 2**22

@@ -1,7 +1,7 @@
 """Keys and values in pages of a pool; a table gives the pages of each sequence.
 
 Page number j of a sequence holds its rows from j * page_size on. Its keys are these rows, from the
-first one on that is not padding. Table entries behind a sequence's end are never used. A number
+first one on that is not padding. Table entries after a sequence's end are never used. A number
 that is not a page, or not a row of the table, is clamped to the nearest one.
 """
 

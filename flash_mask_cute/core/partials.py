@@ -18,7 +18,7 @@ WHOLE = -1
 
 
 class PendingCombine(NamedTuple):
-    """A work tile that begins in a CTA's chunk and ends behind it.
+    """A work tile that begins in a CTA's chunk and ends after it.
 
     num_splits: 0 if there is no such tile. stride: from the CTA of a split to that of the next one.
     batch_idx: 0 if queries are packed. offset_q: the output

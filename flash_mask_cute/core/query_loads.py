@@ -55,7 +55,7 @@ class BwdOperands(NamedTuple):
         """Made from Q, dO, K and V, with the layouts of a kernel's traits.
 
         listed: for listed queries, rows of one, which a box of Q and dO has, and the heads of its
-        group, which these rows begin with; behind them, TMA writes zeros.
+        group, which these rows begin with; after them, TMA writes zeros.
         """
         load = cpasync.CopyBulkTensorTileG2SOp()
         queries = lengths.cu_seqlens_q is not None, lengths.seqused_q is not None

@@ -3,8 +3,8 @@
 TMA cannot load pages with fewer keys than a swizzle atom of shared memory, or with a number of keys
 that has no divisor of that size. Each lane looks up the places of some rows of a block. Then a few
 lanes copy each row, 16 bytes at a time (cp.async), so that one address serves several copies. A row
-behind the sequence's end is replaced by its last row: its probabilities are 0, and its values are
-finite, regardless of the memory behind the end. A tile may have more columns than the heads: these
+after the sequence's end is replaced by its last row: its probabilities are 0, and its values are
+finite, regardless of the memory after the end. A tile may have more columns than the heads: these
 become zeros, as TMA makes them, for a product with NaN that is left there would be NaN.
 """
 
@@ -65,7 +65,7 @@ class RowCopies:
         return least * ROWS_OF_TURN, most * ROWS_OF_TURN
 
     def _row(self, own: Int32) -> Int32:
-        """Where a row of this warp lies in the block, or behind it."""
+        """Where a row of this warp lies in the block, or after it."""
         if self.share.count == 1:
             return own
         turn = own // ROWS_OF_TURN * self.share.count + self.share.index

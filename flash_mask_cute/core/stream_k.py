@@ -12,7 +12,7 @@ afterwards. (Stream-K, Osama et al. 2023, for attention as in Lean Attention, Sa
 FlashMLA schedules alike.)
 
 A chunk has at most two splits of incomplete work tiles: one of a tile that began before it, and one
-of a tile that ends behind it. So results of splits need two partial tiles for each chunk, for
+of a tile that ends after it. So results of splits need two partial tiles for each chunk, for
 sequences of any length.
 
 Everything is arithmetic without a branch on a value, on ints and, traced, on `cutlass.Int32`, in
@@ -77,7 +77,7 @@ class StreamKChunks(NamedTuple):
         return cls(lines, imax((places + (chunks - 1)) // chunks, least_places))
 
     def of_cta(self, cta: IntLike) -> tuple[IntLike, IntLike]:
-        """The line and the chunk of a CTA. Chunks of the last CTAs may lie behind the end."""
+        """The line and the chunk of a CTA. Chunks of the last CTAs may lie after the end."""
         return cta % self.num_lines, cta // self.num_lines
 
 
@@ -118,7 +118,7 @@ class TileOnLine(NamedTuple):
 
 
 def partial_tile_of_first(cta: IntLike) -> IntLike:
-    """The partial tile of the split of a tile that begins in a CTA's chunk and ends behind it."""
+    """The partial tile of the split of a tile that begins in a CTA's chunk and ends after it."""
     return cta * PARTIAL_TILES_PER_CHUNK + 1
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 # as many work tiles for each CTA leave little to be gained by their order
 MANY = 16
-# in the order of their length, so many rounds of work tiles are handed out together: behind them,
+# in the order of their length, so many rounds of work tiles are handed out together: after them,
 # there are short ones for the CTAs that are done early
 ROUNDS = 2
 

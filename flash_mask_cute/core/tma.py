@@ -93,7 +93,7 @@ def head_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
 
 def group_rows(tensor: cute.Tensor, group: int) -> cute.Tensor:
     """View (batch, row, head, d), or (row, head, d) if sequences are packed, by groups of `group`
-    neighbouring heads, so that what is behind the last head of a group is of no other group.
+    neighbouring heads, so that what is after the last head of a group is of no other group.
 
     Returns ((head of a group, row, group), d, batch), or ((head of a group, row, group), d).
     """
@@ -113,7 +113,7 @@ def sequence_rows(tensor: cute.Tensor, is_packed: bool, has_used: bool = False) 
 
 def key_rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     """View (batch, row, head, d), or (row, head, d) if sequences are packed, as (row, d, head,
-    batch), or (row, d, head): rows behind a packed sequence's end belong to the next one."""
+    batch), or (row, d, head): rows after a packed sequence's end belong to the next one."""
     modes = [0, 2, 1] if is_packed else [1, 3, 2, 0]
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
 

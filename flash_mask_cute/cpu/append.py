@@ -1,4 +1,4 @@
-"""Writes new keys and values behind those of a cache, on CPU tensors."""
+"""Writes new keys and values after those of a cache, on CPU tensors."""
 
 from __future__ import annotations
 

@@ -194,12 +194,12 @@ def _chain_tile(
     tile: Tile,
     heads: Tensor,
 ) -> tuple[Tensor, _PullBack]:
-    """Modified scores (heads_kv, lanes, rows, keys) of these heads, in float32; derivatives."""
+    """Modified scores (heads_kv, lanes, rows, keys) of these heads; derivatives."""
     modified = scores.clone()
     parts = []
     for head in heads_in_tile(tile, heads):
         values, pull_back = chain(
-            head.part(scores).float(), aux_tensors, batch_idx, head.head_idx, head.q_idx, head.k_idx
+            head.part(scores), aux_tensors, batch_idx, head.head_idx, head.q_idx, head.k_idx
         )
         head.part(modified).copy_(values)
         parts.append((head, pull_back))
@@ -229,7 +229,7 @@ def _modify_and_differentiate(
 
     def pull_back(grads: Tensor) -> Tensor:
         if aux_sums:
-            add_aux_gradients(score_mod, aux_sums, (grads.float(), scores), *rest)
+            add_aux_gradients(score_mod, aux_sums, (grads, scores), *rest)
         return grads * derivative
 
     return modified, pull_back
@@ -242,4 +242,4 @@ def _modify_and_ask(
     *rest: Any,
 ) -> tuple[Tensor, _PullBack]:
     modified = eval_score_mod(score_mod, scores, *rest)
-    return modified, lambda grads: eval_score_mod_bwd(score_mod_bwd, grads.float(), scores, *rest)
+    return modified, lambda grads: eval_score_mod_bwd(score_mod_bwd, grads, scores, *rest)

@@ -30,11 +30,12 @@ from flash_mask_cute.mods.on_cpu import eval_score_mod
 def flash_attn_fwd_cpu(call: CpuCall) -> None:
     """Write `out` and, if they are among the tensors, `lse`, `lse_low` and `max_scores`.
 
-    out is laid out like q; lse is float32, (batch, heads_q, seqlen_q) or varlen (heads_q, total_q),
-    natural log. lse_low, shaped like lse, is its rounding error; max_scores, shaped like lse, the
-    largest visible score of each row. A row that sees nothing gets 0 and -inf (the sink, if there
-    is one). Rows past seqused_q are not written. Raises NotImplementedError, TypeError, ValueError:
-    a callable or an aux tensor cannot be used on the CPU, see `eval_mask_mod`."""
+    out is laid out like q; lse is float32 or float64, (batch, heads_q, seqlen_q) or varlen
+    (heads_q, total_q), natural log. lse_low, shaped like lse, is its rounding error; max_scores,
+    shaped like lse, the largest visible score of each row. A row that sees nothing gets 0 and -inf
+    (the sink, if there is one). Rows past seqused_q are not written. Raises NotImplementedError,
+    TypeError, ValueError: a callable or an aux tensor cannot be used on the CPU, see
+    `eval_mask_mod`."""
     x, masks, tiles = call.tensors, call.masks, call.tiles
     assert x.out is not None
     walks = list(sequence_walks(call))
@@ -58,6 +59,7 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
             walk,
             modify,
             None if cuts is None else partial(cuts.of, number),
+            torch.float32 if x.lse is None else x.lse.dtype,
         )
         x.out[walk.slot_q] = from_rows(sequence_out, tiles.pack_gqa).to(x.out.dtype)
         for target, values in zip(targets, row_values, strict=True):
@@ -73,10 +75,11 @@ def _attend_sequence(
     walk: SequenceWalk,
     modify: Callable[[Tensor, Tile, Tensor], None] | None,
     cuts: Callable[[int], Mapping[int, Tensor]] | None = None,
+    lse_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One batch entry: q (heads_kv, lanes, rows, d), k and v (heads_kv, 1, seqlen_k, .), sink
-    (heads_kv, lanes, rows). Returns out and, for q's rows, lse, its float32 rounding error, and the
-    largest score.
+    (heads_kv, lanes, rows). Returns out and, for q's rows, lse, its rounding error in lse_dtype,
+    and the largest score.
     modify(scores, tile, heads) works in place. cuts: `Cuts.of` of the sequence."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], NEG_INF)
@@ -100,7 +103,7 @@ def _attend_sequence(
                 softmax.add(scores, v[..., keys, :])
         result = splits.combined()
         out[..., rows, :] = result.out
-        lse[..., rows], low[..., rows] = result.lse_and_low()
+        lse[..., rows], low[..., rows] = result.lse_and_low(lse_dtype)
         largest[..., rows] = softmax.row_max
     return out, lse, low, largest
 
@@ -128,12 +131,12 @@ def modify_tile(
     tile: Tile,
     heads: Tensor,
 ) -> None:
-    """Apply score_mod to scores (heads_kv, lanes, rows, keys) of the given heads, in float32."""
+    """Apply score_mod to scores (heads_kv, lanes, rows, keys) of the given heads."""
     for of_head in heads_in_tile(tile, heads):
         of_head.part(scores).copy_(
             eval_score_mod(
                 score_mod,
-                of_head.part(scores).float(),
+                of_head.part(scores),
                 aux_tensors,
                 batch_idx,
                 of_head.head_idx,
@@ -152,11 +155,11 @@ class _Result(NamedTuple):
     largest: Tensor
     log_total: Tensor
 
-    def lse_and_low(self) -> tuple[Tensor, Tensor]:
-        """low is the float32 rounding error of lse, 0 where lse is -inf."""
+    def lse_and_low(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """low is the rounding error of lse in dtype, 0 where lse is -inf."""
         is_empty = self.largest == NEG_INF
         lse = (self.largest + self.log_total).masked_fill(is_empty, NEG_INF)
-        return lse, ((self.largest - lse.float()) + self.log_total).masked_fill(is_empty, 0.0)
+        return lse, ((self.largest - lse.to(dtype)) + self.log_total).masked_fill(is_empty, 0.0)
 
 
 class _Splits:

@@ -422,7 +422,7 @@ class _Blocks(NamedTuple):
         return _Blocks(_of_batch(self.states, batch_idx), self.size)
 
     def q_blocks(self, q_idx: Tensor) -> Tensor:
-        """Query blocks of positions; positions behind the lists are in the last block."""
+        """Query blocks of positions; positions after the lists are in the last block."""
         return (q_idx // self.size[0]).clamp(max=self.states.shape[1] - 1)
 
 

@@ -109,8 +109,8 @@ def flex_attention(  # type: ignore[misc]  # because of `others`
 
     query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev): bf16 or fp16 on CUDA, also fp32
     and fp64 on the CPU, forward and backward. They are not copied. score_mod and the mask_mod of
-    block_mask are torch functions. They are traced once and compiled into the kernel. Tensors
-    captured by a score_mod have gradients. block_mask may also be what `create_block_mask` of this
+    block_mask are torch functions. They are traced once and compiled into the kernel. Tensors that
+    a score_mod captures get gradients. block_mask may also be what `create_block_mask` of this
     package returned. kernel_options are hints for torch's kernels, and are ignored.
 
     Each call reads the lists of block_mask and the tensors that the mods captured as they are when
@@ -256,7 +256,7 @@ def _resolve_mods(
             mask = None
     mods = join_mods(score, mask)
     left, right = window or (None, None)
-    # a side of 0 by another name, under which the choice of tiles knows it
+    # a side of 0 by another name, by which tiles are selected
     causal = right == 0
     right = None if causal else right
     aux_tensors = mods.aux_tensors

@@ -1,8 +1,8 @@
 """The lists of a torch `BlockMask`, converted to the form of this package.
 
 Contents of tensors may change in ways that nobody counts: in inference mode, through `.data` or
-numpy, by a collective, in a replayed CUDA graph. So lists are converted at each call, on their
-device, and nothing is found of contents, unless the caller says that they do not change
+numpy, by a collective, in a replayed CUDA graph. So each call converts the lists on their device,
+and nothing is derived from their contents, unless the caller says that they do not change
 (`keep_block_mask`).
 """
 

@@ -217,7 +217,7 @@ class Activated:
     """
 
     def __init__(self, dispatch_key: str) -> None:
-        """dispatch_key: of the tensors whose calls are taken, "CUDA"."""
+        """dispatch_key: that of the tensors in calls that are taken, "CUDA"."""
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         for name, function in OPERATORS.items():
             if _operator(name) is not None:

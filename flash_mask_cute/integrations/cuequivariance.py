@@ -77,7 +77,7 @@ def triangle_attention(
 def _of_entry(
     tensors: dict[str, Tensor], b: int, scale: float | None, return_aux: bool
 ) -> tuple[Tensor, ...]:
-    """Results of a batch entry, whose rows are the batch of a call."""
+    """Results of a batch entry; its rows are the batch of a call."""
     # loads the compiler
     from flash_mask_cute.integrations import triangle_mods as mods
 

@@ -58,7 +58,7 @@ def ran_here(operator: str) -> None:
 
 
 def left_to_torch(operator: str, reason: str) -> None:
-    """Torch computes a call. The user is told once of each reason; other numbers in it make no
+    """Torch computes a call. A warning gives each reason once; other numbers in it make no
     other reason."""
     for record in _records:
         record.append(Ran(operator, "torch", reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ContextDecorator
 from inspect import iscoroutinefunction, isgeneratorfunction
+from itertools import compress, product
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from flash_mask_cute.functional import flash_attn_func
 from flash_mask_cute.integrations.ran import REFUSALS, left_to_torch, ran_here
+from flash_mask_cute.mods.signature import in_float64
 from flash_mask_cute.runtime.constant_result import assume_constant_result
 from flash_mask_cute.runtime.plain_tensors import are_plain
 
@@ -43,8 +45,8 @@ class sdpa(TorchFunctionMode, ContextDecorator):
     derivatives are refused in the backward.
 
     A backward that is called inside recomputes checkpoints here, too. `sdpa()` decorates functions,
-    which then run inside wherever they are called: in another thread, or by a checkpoint whose
-    backward is called outside.
+    which then run inside wherever they are called: in another thread, or by a checkpoint that an
+    outside backward recomputes.
 
     torch gives a mode the calls of Python code. `nn.MultiheadAttention` computes attention below
     them and stays on torch, with a warning.
@@ -292,6 +294,8 @@ def _mods_of(mask: Tensor, shape: tuple[int, ...], query: Tensor) -> dict[str, A
         table = table.expand(shape[-1])
     if mask.dtype == torch.bool:
         return {"mask_mod": _visible(table, axes)}
+    if query.dtype == torch.float64:
+        return {"score_mod": _ADDED_IN_FLOAT64[axes], "aux_tensors": [table]}
     return {"score_mod": _added(table, axes)}
 
 
@@ -307,6 +311,24 @@ def _added(table: Tensor, axes: str) -> Callable[..., Tensor]:
         return score + table[_places(axes, b, h, q_idx, kv_idx)]
 
     return score_mod
+
+
+def _added_in_float64(axes: str) -> Callable[..., Any]:
+    """A CuTe mod, because lowered ones round scores to Float32."""
+    places = [_AXES.index(x) for x in axes]
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, aux_tensors: Any) -> Any:
+        indices = b, h, q_idx, kv_idx
+        return score[0] + aux_tensors[0][tuple(indices[i][0] for i in places)]
+
+    return in_float64(score_mod)
+
+
+# made once, as Dynamo cannot name a function that it defines itself
+_ADDED_IN_FLOAT64 = {
+    axes: _added_in_float64(axes)
+    for axes in ("".join(compress(_AXES, kept)) for kept in product((0, 1), repeat=len(_AXES)))
+}
 
 
 def _places(axes: str, *indices: Tensor) -> tuple[Tensor, ...]:

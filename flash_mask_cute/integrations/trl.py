@@ -34,7 +34,7 @@ _REFUSED = (
 
 class _Tree(NamedTuple):
     """depths: int32 (tokens,), of each token in its path. made_of: the cumulative lengths that were
-    given beside the index, by whose identity a kept tree is recognised."""
+    given beside the index. Their identity shows which kept tree to use."""
 
     mask: ColumnMask
     depths: Tensor
@@ -48,13 +48,16 @@ _TREES = WeakTensorKeyDictionary()
 def register_tree_attention() -> str:
     """Put `tree_attention` in the place of TRL's function of this name, and register it.
 
-    TRL's trainer registers its function anew, and then finds this one.
-
     Returns:
-        The name by which transformers knows it, that of TRL: `attn_implementation`.
+        TRL's name of it, for `attn_implementation`. TRL's trainer registers that name again, and
+        then finds this function.
 
     Raises:
         ImportError: trl is not installed, or is a release without tree attention.
+
+    Example:
+        >>> name = register_tree_attention()  # doctest: +SKIP
+        >>> model.set_attn_implementation(name)  # doctest: +SKIP
     """
     try:
         packing: Any = importlib.import_module(_PACKING)
@@ -105,6 +108,9 @@ def tree_attention(
     Raises:
         NotImplementedError: dropout in training; an argument of `_REFUSED`.
         ValueError: there is more than one row, or an attention_mask.
+
+    Example:
+        >>> out, _ = tree_attention(layer, q, k, v, None, **tree_of_trl)  # doctest: +SKIP
     """
     if dropout and module.training:
         raise NotImplementedError(f"dropout={dropout} in training is not supported: it must be 0")
@@ -133,7 +139,7 @@ def tree_attention(
 
 
 def _within(depths: Tensor, window: int) -> Callable[..., Any]:
-    """The mask_mod of a window along paths, whose other tokens are not in the way."""
+    """The mask_mod of a window that counts the tokens of a path alone."""
     return lambda b, h, q_idx, kv_idx: depths[q_idx] - depths[kv_idx] < window
 
 

@@ -1,4 +1,4 @@
-"""Writes new keys and values behind those of a cache, contiguous or paged, before attention.
+"""Writes new keys and values after those of a cache, contiguous or paged, before attention.
 
 A CTA processes a row of the new keys, of the new values or, with rotation, of the queries. The last
 CTAs write the new number of keys of each sequence, so the host needs no launch for it. Contents
@@ -63,7 +63,7 @@ class Cache(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """cos and sin (positions, pairs); first (batch,): the position of new key 0, None: behind the
+    """cos and sin (positions, pairs); first (batch,): the position of new key 0, None: after the
     cached ones. q and q_out (batch, row, heads, d), or (row, heads, d) with cu_seqlens."""
 
     cos: cute.Tensor
@@ -218,7 +218,7 @@ class AppendKV:
             largest = Float32(0.0)
             for i in range_constexpr(WORDS * CODES):
                 element = (i // CODES * WARP + lane) * CODES + i % CODES
-                # lanes behind the end have the last element again
+                # lanes after the end have the last element again
                 element = cutlass.min(element, dim - 1)
                 number = self._element(rotary, position, source, head_idx, element)
                 # what a cache in 16 bits would hold

@@ -168,7 +168,7 @@ class BwdAddParts:
 
     @cute.jit
     def _store(self, values: cute.Tensor, gRows: cute.Tensor, rows, row: Int32, pair: Int32):
-        """A pair of columns of a row, and of the row 8 behind it, where they exist."""
+        """A pair of columns of a row, and of the row 8 after it, where they exist."""
         rounded = cute.make_rmem_tensor((VECTOR_32_BITS,), self.dtype)
         rounded.store(values.load().to(self.dtype))
         pairs = cute.recast_tensor(rounded, Int32)

@@ -100,7 +100,7 @@ class Dequantise:
         if first < rows:
             places, words, scales = [], [], []
             for i in range_constexpr(READS):
-                # threads behind the end have its last row once more
+                # threads after the end have its last row once more
                 row = cutlass.min(first + i * at_once + thread // of_row, rows - 1)
                 entry, at = batch_idx, row
                 if const_expr(table is not None):

@@ -1,4 +1,4 @@
-"""Zeros for the rows of new packed gradients behind their last sequence.
+"""Zeros for the rows of new packed gradients after their last sequence.
 
 No other kernel writes these rows, and only the device knows whether there are any. Usually there
 are none, and the cost is one launch; zeroing whole tensors would write all of them.
@@ -14,7 +14,7 @@ NUM_CTAS = 128
 
 
 class ZeroPadding:
-    """Writes zeros behind the last sequence; to be passed to `cute.compile`."""
+    """Writes zeros after the last sequence; to be passed to `cute.compile`."""
 
     @cute.jit
     def __call__(

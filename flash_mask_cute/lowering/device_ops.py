@@ -268,7 +268,7 @@ def cos(x: Any) -> Any:
 
 def _wave(function: Callable[..., Any], x: Any) -> Any:
     """sin or cos. In kernels, where `cute.math` has 300 instructions for each, one approximate
-    instruction behind a reduction to a period; NaN for |x| > MOST_WAVE."""
+    instruction after a reduction to a period; NaN for |x| > MOST_WAVE."""
     if not _is_in_kernel():
         return function(x)
     periods = cute.math.floor(x * (1.0 / math.tau) + 0.5)

@@ -53,7 +53,7 @@ class LoweredMod:
     as nothing that the torch mod reaches changes; each of aux_tensors is then a captured tensor
     itself, or none that a captured one changes. makes_tensors: some of them are new ones, of
     numbers. checks: all indices are clamped to the tensors, even to small ones. rewritten: the
-    function and its text behind so many aux tensors of others, with such checks. reached: by the
+    function and its text after so many aux tensors of others, with such checks. reached: by the
     walk of the torch mod.
     """
 
@@ -72,7 +72,7 @@ class LoweredMod:
     reached: Reached = field(repr=False)
 
     def written(self, first_aux: int = 0, checks: bool = False) -> LoweredMod:
-        """The same mod, reading its tensors behind `first_aux` others, and with all indices clamped
+        """The same mod, reading its tensors after `first_aux` others, and with all indices clamped
         if `checks` or if they are already."""
         checks |= self.checks
         mod, source = self.rewritten(first_aux, checks)
@@ -122,7 +122,13 @@ def lower_mod(
     A mod whose structure was lowered before is not traced again; tensors that replace its captured
     ones are read instead. Raises NotImplementedError: a kernel cannot do what the mod does; names
     mod, line and operator; TypeError: the mod does not return a bool (mask_mod) or a number
-    (score_mod); ValueError: kind is neither."""
+    (score_mod); ValueError: kind is neither.
+
+    Example:
+        >>> from flash_mask_cute.flex import lower_mod
+        >>> lower_mod(lambda b, h, q, k: (q >= k) & (q < k + 9), "mask_mod").form
+        'a window, keys q - 8 to q + 0'
+    """
     if kind not in KINDS:
         raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
     captures = find_captures(mod)
@@ -181,7 +187,7 @@ _CONSTANT = Path.named("a constant")
 class Program:
     """The lowered program of a structure.
 
-    name: of the first mod, for messages. text: behind no other aux tensors, without checks. found:
+    name: of the first mod, for messages. text: after no other aux tensors, without checks. found:
     the captured tensors of a mod that no walk can follow; such a program is made anew at each call.
     varying: the captured numbers that are not constants of it. bounds: set for a mask that is a
     band. form: set for a mask that column intervals may express. knows_shapes: it is for the shapes

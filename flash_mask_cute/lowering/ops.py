@@ -583,7 +583,7 @@ def _index(call: OpCall) -> Any:
 def _gathered(call: OpCall, source: Table, arrays: dict[int, Array]) -> Array:
     """Elements of a table at several indices at once, replacing its first dimensions."""
     if sorted(arrays) != list(range(len(arrays))):
-        raise NotLowerable("indexes by vectors behind a slice: move these dimensions to the front")
+        raise NotLowerable("indexes by vectors after a slice: move these dimensions to the front")
     shape = torch.broadcast_shapes(*(x.shape for x in arrays.values()))
     spread = {i: x.broadcast(shape) for i, x in arrays.items()}
     made: list[Element] = []

@@ -136,12 +136,17 @@ def named_as_captured(
 
     is_known = error.kind in mods and 0 <= error.tensor < len(origins)
     path = origins[error.tensor] if is_known else None
-    if path is None:
+    return as_captured(error, name_of(mods[error.kind]) if is_known else "", path)
+
+
+def as_captured(error: OutsideError, name: str, path: Path | str | None) -> IndexError:
+    """The error for what a mod of this name captured; None: the tensor is the caller's."""
+    if path is None or error.tensor < 0:
         return OutsideError(*error.args)
     # what was below 0 has been counted from the end already
     index = error.index - error.extent * (error.index < 0)
     return IndexError(
-        f"{error.kind} {name_of(mods[error.kind])} reads {path} at index {index} of {error.where}, "
+        f"{error.kind} {name} reads {path} at index {index} of {error.where}, "
         f"whose extent is {error.extent} ({error.place})"
     )
 

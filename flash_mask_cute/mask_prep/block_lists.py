@@ -38,7 +38,7 @@ class OrderedTensors(NamedTuple):
 def order_lists(
     mask_cnt: Tensor, mask_idx: Tensor, full_cnt: Tensor | None, full_idx: Tensor | None
 ) -> OrderedTensors:
-    """The lists with ascending entries and zeros behind them, and their bits.
+    """The lists with ascending entries and zeros after them, and their bits.
 
     It takes int32 tensors on a GPU, of the shapes of `BlockSparseTensorsTorch`. Entries may have
     any order. One launch on the current stream reads them as they are when it runs, and a replayed

@@ -63,7 +63,7 @@ class OrderedLists:
         """Launch on `stream`.
 
         :param given: lists of any order, any strides; entries outside of the matrix are left out
-        :param made: the same with ascending entries, and zeros behind them
+        :param made: the same with ascending entries, and zeros after them
         :param mVisible: int32 (batch, heads, q_blocks, words), bits of the blocks in any list
         :param mFull: the same, of full blocks
         """

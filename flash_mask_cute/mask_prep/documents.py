@@ -117,7 +117,7 @@ def _split_by_torch(given: Tensor, causal: bool, like: DocumentTensors) -> Docum
     block_first, block_last = (
         _full(x, smallest[0]) for x in intervals.seen_span(largest, smallest, seqlen)
     )
-    # what blocks before and behind each slot say
+    # what blocks before and after each slot say
     blocks_of_slot = DOCUMENT_STRIDE // BOUNDS_TILE
     number = torch.arange(slots, device=device) * blocks_of_slot
     before = F.pad(block_last.cummax(1).values, (1, 0), value=-1)[:, number]

@@ -355,7 +355,7 @@ class MakeQueryLists:
             own, of_all = _running_in_cta(found, sums, thread)
             if block < chunk.num_seen:
                 first = total + own - found
-                # what lies behind the last block has no queries
+                # what lies after the last block has no queries
                 at = cutlass.min(first_of_keys + block, args.mTotals.shape[1] - 1)
                 place = args.mStarts[chunk.head_idx, at]
                 place += args.mCounts[chunk.head_idx, chunk.number, chunk.base + block]

@@ -4,10 +4,10 @@ block diffusion, and conversions.
 Every function returns a `ColumnMask`, made on the device without a sync (except `from_dense` and
 `from_mask_mod`). The mask is for self-attention over `seqlen` tokens, and records that
 (`ColumnMask.seqlen_q`). A mask of `from_dense` is for the queries of the dense mask, one of
-`from_mask_mod` for as many as it is told, and one of `key_padding` for any number of queries.
+`from_mask_mod` for the seqlen_q given to it, one of `key_padding` for any number of queries.
 `draft_tree` is for decoding and returns a `DraftTree`. Each docstring says which query q sees which
-key k, which form stores that, and shows the rows of a small mask. The form has the fewest vectors
-whose minimum and maximum over a block of keys decide whether the block is empty or full.
+key k, which form stores that, and shows the rows of a small mask. The form needs the fewest
+vectors for exact decisions: their minimum and maximum over a block of keys say if it is empty.
 docs/mask_gallery.md shows the masks.
 
 Document lengths are lists of ints, or [[...], ...] for a batch with different documents. They may
@@ -336,7 +336,7 @@ def prefix_tree(
     Sequences that share prefixes (roll-outs of one prompt, turns of one conversation) as a forest
     in which each shared part stands once. parents: the parent of each node, -1 for a root; lists,
     nested for a batch. lengths: the tokens of each node. Nodes are in depth-first order, so each
-    subtree is a run of tokens, whose end hides a key from all later rows. Causal, 1 vector.
+    subtree is a run of tokens, and its end hides a key from all later rows. Causal, 1 vector.
 
     Raises:
         ValueError: also if nodes are in another order; the message names the first such node.
@@ -460,8 +460,8 @@ def from_cu_seqlens(
     bounds, seqlen, device = sizes_of(
         "cu_seqlens", cu_seqlens, seqlen, device, depth=1, adds_up=False
     )
-    if bounds.shape[1] < 2:
-        raise ValueError(f"cu_seqlens has shape {tuple(bounds.shape)}, it needs 0 and an end")
+    if bounds.shape[1] == 1:
+        bounds = F.pad(bounds, (0, 1))  # a document without tokens, for none
     if not isinstance(cu_seqlens, Tensor) and (
         bool(bounds[:, 0].any()) or bool((bounds.diff() < 0).any()) or int(bounds.max()) > seqlen
     ):
@@ -595,7 +595,7 @@ def from_dense(mask: Tensor, *, seqlen_q: int | None = None) -> ColumnMask:
 
 
 def _check_rows(mask: Tensor, seqlen_q: int | None) -> None:
-    """Refuse a dense mask whose rows may not be queries, or are not seqlen_q many."""
+    """Refuse a dense mask if its rows may not be queries, or are not seqlen_q many."""
     rows, keys = mask.shape[-2:]
     if seqlen_q is not None:
         check_int("seqlen_q", seqlen_q)

@@ -1,6 +1,6 @@
 """Trees of draft tokens, which a target model verifies in one decoding step.
 
-Draft tokens stand behind the tokens of the cache. A draft token sees these, its ancestors and
+Draft tokens follow the tokens of the cache. A draft token sees these, its ancestors and
 itself. A word of bits for each draft token holds the second part, and a mask_mod written in torch
 reads it, so that trees differ between sequences and change between replays of a CUDA graph.
 """
@@ -35,12 +35,12 @@ class DraftTree(NamedTuple):
     depths: Tensor
 
     def mask_mod(self, first: Tensor) -> MaskMod:
-        """The mask of a call whose last queries are the draft tokens.
+        """The mask of a call with the draft tokens as its last queries.
 
         first: int32 (batch,), on the device of bits: the position of each sequence's first draft
-        token, so the number of tokens before it. `flash_attn_with_kvcache` has it in
-        `cache_seqlens`, if the drafts are its k and v. If they are in the cache already, it is
-        `cache_seqlens - drafts`. Contents are read by each call, and by each replay.
+        token, so the number of tokens before it. It is `cache_seqlens` if the drafts are
+        k and v of `flash_attn_with_kvcache`, and `cache_seqlens - drafts` if the cache already
+        contains them. Contents are read by each call, and by each replay.
 
         Raises:
             TypeError, ValueError: first is no such tensor.
@@ -55,6 +55,9 @@ class DraftTree(NamedTuple):
                 "number for each sequence of the trees"
             )
         bits, last = self.bits, self.bits.shape[1] - 1
+
+        if last < 0:
+            return lambda b, h, q_idx, kv_idx: kv_idx < first[b]
 
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             start = first[b]
@@ -127,10 +130,10 @@ def _parent_numbers(parents: Any, device: Device) -> Tensor:
     else:
         raise TypeError(f"parents={parents!r} is no list of ints and no integer tensor")
     numbers = numbers[None] if numbers.dim() == 1 else numbers
-    if numbers.dim() != 2 or 0 in numbers.shape or numbers.shape[1] > MAX_DRAFTS:
+    if numbers.dim() != 2 or numbers.shape[1] > MAX_DRAFTS:
         raise ValueError(
-            f"parents has shape {tuple(numbers.shape)}, not (drafts,) or (batch, drafts) with 1 to "
-            f"{MAX_DRAFTS} drafts"
+            f"parents has shape {tuple(numbers.shape)}, not (drafts,) or (batch, drafts) with up "
+            f"to {MAX_DRAFTS} drafts"
         )
     # a trace has no contents
     if numbers.device.type == "cpu" and not torch.compiler.is_compiling():

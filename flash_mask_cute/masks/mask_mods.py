@@ -38,7 +38,7 @@ def mask_of_rows(rows: Rows, seqlens: tuple[int, int], agrees: Tensor | None = N
     seqlen_q, seqlen_k = seqlens
     place = torch.arange(seqlen_k, device=rows.low.device)
     is_empty = rows.high <= rows.low
-    # what is hidden above the diagonal is then told by one flag
+    # one flag then says what is hidden above the diagonal
     is_causal = (is_empty | (rows.low == (place - (seqlen_k - seqlen_q)).clamp(min=0))).all()
     is_right = rows.is_right if agrees is None else rows.is_right & agrees
     are_documents = rows.are_documents
@@ -176,7 +176,7 @@ _forms: Memo[ModForm | None] = Memo()
 def form_without_contents(
     mask_mod: Callable[..., Any], seqlens: tuple[int, int], batch: int, device: torch.device
 ) -> ModForm | None:
-    """The form of a torch mask_mod that reads no tensor, whose contents might change unseen.
+    """The form of a torch mask_mod that reads no tensor (contents might change unseen).
 
     None: it reads one, or has no such form, or nothing shows whether it is the same at the next
     call. It waits for no device, and is kept for the mod.

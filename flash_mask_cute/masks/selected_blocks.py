@@ -27,7 +27,7 @@ class SelectedBlocks(NamedTuple):
     cu_seqlens_q; heads is 1, heads_kv or heads_q, and strides are any. Numbers count blocks of
     `block_size` keys, a power of two from 16 to 4096, from the start of the sequence's keys. They
     may have any order, and repeated ones count once. A negative number stands for nothing, and so
-    does one behind the end of its own sequence. A query without a block sees nothing.
+    does one past the end of its own sequence. A query without a block sees nothing.
 
     Row i belongs to query i of the call. q_start does not move it, as it moves rows of other masks.
     There is no gradient of indices.
@@ -43,8 +43,8 @@ class SelectedBlocks(NamedTuple):
         >>> k, v = torch.randn(2, 1, 64, 2, 8)
         >>> own = torch.arange(64) // 16  # each query: the first block, and its own
         >>> selection = torch.stack([torch.zeros_like(own), own], dim=-1).expand(1, 2, 64, 2)
-        >>> chosen = SelectedBlocks(selection, block_size=16)
-        >>> flash_attn_func(q, k, v, causal=True, block_sparse_tensors=chosen).shape
+        >>> selected = SelectedBlocks(selection, block_size=16)
+        >>> flash_attn_func(q, k, v, causal=True, block_sparse_tensors=selected).shape
         torch.Size([1, 64, 4, 8])
     """
 
@@ -88,7 +88,7 @@ def check_form(selected: SelectedBlocks, device: torch.device) -> None:
 
 
 def check_rows(selected: SelectedBlocks, shapes: Any, is_packed: bool) -> None:
-    """Check indices, whose form was checked, against the extents of a problem (`FwdShapes`).
+    """Check indices of a checked form against the extents of a problem (`FwdShapes`).
 
     is_packed: cu_seqlens_q is given. Values are not checked: what does not exist is never read.
 

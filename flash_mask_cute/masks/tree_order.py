@@ -67,7 +67,7 @@ def last_descendants(parents: Sequence[int]) -> list[int]:
 
 def check_depth_first(ends: Sequence[int], prefix: str) -> None:
     """Refuse ends of subtrees that are not nested. prefix: how messages name an element."""
-    inside: list[int] = []  # the tokens whose subtrees are open
+    inside: list[int] = []  # the tokens with open subtrees
     for token, end in enumerate(ends):
         if not token < end <= len(ends):
             raise ValueError(

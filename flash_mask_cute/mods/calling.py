@@ -64,10 +64,10 @@ def call_score_mod(
     aux_tensors: Any,
     kind: str = "score_mod",
 ) -> Float32:
-    """The modified score; aux_tensors is the list that the callable expects, or None. kind: the
-    kind of callable, one of _RESULTS."""
+    """The modified score, in the dtype of the score; aux_tensors is the list that the callable
+    expects, or None. kind: the kind of callable, one of _RESULTS."""
     indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-    return _modified(score_mod, _vector(score, Float32), indices, aux_tensors, kind)[0]
+    return _modified(score_mod, _vector(score, type(score)), indices, aux_tensors, kind)[0]
 
 
 def _modified(
@@ -80,7 +80,7 @@ def _modified(
     """The result of `call_score_mod` for each element of vectors."""
     result = _evaluate(kind, score_mod, (score,), indices, aux_tensors)
     numbers = _elements(kind, score_mod, result, cute.size(score.shape))
-    return [_checked_score(kind, score_mod, x) for x in numbers]
+    return [_checked_score(kind, score_mod, x, score.dtype) for x in numbers]
 
 
 def _evaluate(
@@ -99,7 +99,7 @@ def _evaluate(
     return result
 
 
-def _checked_score(kind: str, mod: Callable[..., Any], number: Any) -> Float32:
+def _checked_score(kind: str, mod: Callable[..., Any], number: Any, dtype: Any) -> Any:
     if _is_condition(number):
         # as a number it would be 0 or 1
         hides = "to hide scores, pass the condition as mask_mod; " if kind == "score_mod" else ""
@@ -107,7 +107,7 @@ def _checked_score(kind: str, mod: Callable[..., Any], number: Any) -> Float32:
             f"{describe(kind, mod)} returned a Boolean: it must return {_RESULTS[kind]}; {hides}to "
             "choose between numbers, write cute.where(condition, x, y)"
         )
-    return Float32(number)
+    return dtype(number)
 
 
 def _checked_result(mod: Callable[..., Any], answer: Any) -> Boolean:

@@ -59,7 +59,7 @@ def differentiate(
     tensor that does not exist, or has integers."""
     # A copy of the score, and views of the tensors, that only this call of the modifier can use.
     block = ir.InsertionPoint.current.block
-    given_score = cute.full((1,), score, Float32)[0]
+    given_score = cute.full((1,), score, type(score))[0]
     views = {i: _view(aux_tensors, i) for i in sorted(set(wants_aux))}
     given_tensors = aux_tensors
     if views:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor, check_record, new_record
+from flash_mask_cute.mods.signature import score_dtype
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import compiler_streams
@@ -70,12 +71,12 @@ def eval_score_mod(
     q_idx: Tensor,
     k_idx: Tensor,
 ) -> Tensor:
-    """Evaluate a score_mod: the modified scores, a new float32 tensor (rows, cols).
+    """Evaluate a score_mod: the modified scores, a new tensor (rows, cols) of its `score_dtype`.
 
-    scores: float32 (rows, cols), scaled and soft-capped. The other arguments and the errors are
-    those of `eval_mask_mod`.
+    scores: (rows, cols), scaled and soft-capped. The other arguments and the errors are those of
+    `eval_mask_mod`.
     """
-    modified = scores.to(torch.float32, copy=True)
+    modified = scores.to(score_dtype(score_mod), copy=True)
     place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
     _run("score_mod", score_mod, (modified,), place)
     return modified
@@ -90,11 +91,11 @@ def eval_score_mod_derivative(
     q_idx: Tensor,
     k_idx: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The modified scores and their derivatives, new float32 tensors (rows, cols).
+    """The modified scores and their derivatives, new tensors (rows, cols) of its `score_dtype`.
 
     The arguments and the errors are those of `eval_score_mod`. Raises NotImplementedError: also if
     the callable has no derivative, see `differentiate`."""
-    modified = scores.to(torch.float32, copy=True)
+    modified = scores.to(score_dtype(score_mod), copy=True)
     derivative = torch.empty_like(modified)
     values = modified, derivative
     place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
@@ -114,12 +115,13 @@ def add_aux_gradients(
 ) -> None:
     """Add the gradients of aux tensors to aux_sums, float64 tensors by index of the aux tensor.
 
-    grads_and_scores: gradients of the modified scores, float32 (rows, cols), and the scores; where
-    gradients are 0, nothing is added. The other arguments and the errors are those of
+    grads_and_scores: gradients of the modified scores (rows, cols), and the scores; where gradients
+    are 0, nothing is added. The other arguments and the errors are those of
     `eval_score_mod`. Raises NotImplementedError: also if the callable has no derivative, see
     `differentiate`."""
     grads, scores = grads_and_scores
-    values = scores.to(torch.float32), grads.to(torch.float32)
+    dtype = score_dtype(score_mod)
+    values = scores.to(dtype), grads.to(dtype)
     place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
     _run("aux_gradients", score_mod, values, place, aux_sums)
 
@@ -162,7 +164,8 @@ def _run(
         check_aux_tensor(f"aux_tensors[{i}]", tensor, q_idx.device)
     layout = None if aux is None else tuple((dtype_name(x.dtype), x.dim()) for x in aux)
     wants_aux = tuple(sums or ())
-    key = kind, callable_key(mod), layout, wants_aux
+    dtypes = tuple(dtype_name(x.dtype) for x in values)
+    key = kind, dtypes, callable_key(mod), layout, wants_aux
     compiled = _find(key, mod, checked=False)
     targets = tuple((sums or {}).values()) or None
     given = values, (batch_idx, head_idx, q_idx, k_idx), aux
@@ -183,20 +186,21 @@ def _end_of(positions: Tensor) -> int:
 
 
 def _find(key: tuple[Any, ...], mod: Callable[..., Any], checked: bool) -> "HostFunction":
-    kind, _, layout, wants_aux = key
+    kind, dtypes, _, layout, wants_aux = key
     whole = (*key, checked)
     found = _compiled.get(whole)
     if found is None:
         with compile_lock():
             found = _compiled.get(whole)
             if found is None:
-                found = _compiled[whole] = _compile(kind, mod, layout, wants_aux, checked)
+                found = _compiled[whole] = _compile(kind, dtypes, mod, layout, wants_aux, checked)
     return found
 
 
 @tells_what_to_install()
 def _compile(
     kind: str,
+    dtypes: tuple[str, ...],
     mod: Callable[..., Any],
     layout: tuple[tuple[str, int], ...] | None,
     wants_aux: tuple[int, ...],
@@ -223,7 +227,7 @@ def _compile(
     arguments = (
         functools.partial(_KINDS[kind].evaluate, wants_aux) if wants_aux else _KINDS[kind].evaluate,
         mod,
-        tuple(tensor(getattr(cutlass, name), 2) for name in _KINDS[kind].values),
+        tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), 2) for name in dtypes),
         (cutlass.Int32(0), cutlass.Int32(0), tensor(cutlass.Int32, 1), tensor(cutlass.Int32, 1)),
         aux,
     )
@@ -421,7 +425,7 @@ def _add_aux_gradients(
     _, _, terms = differentiate(*(mod, score, *place, wants_aux))
     for i, coordinates, by_element in terms:
         target = targets[wants_aux.index(i)]
-        more = cutlass.select_(grad == 0.0, cutlass.Float32(0.0), grad * by_element)
+        more = cutlass.select_(grad == 0.0, type(grad)(0.0), type(grad)(grad * by_element))
         target[coordinates] = target[coordinates] + cutlass.Float64(more)
     return ()
 
@@ -435,17 +439,16 @@ def _evaluate_score_mod_bwd(
 
 
 class _Kind(NamedTuple):
-    """What to compute from a callable, its kind, and the dtypes of the tensors (rows, cols)."""
+    """What to compute from a callable, and its kind."""
 
     evaluate: Callable[..., tuple[Any, ...]]
     callable: str
-    values: tuple[str, ...]
 
 
 _KINDS = {
-    "mask_mod": _Kind(_evaluate_mask_mod, "mask_mod", ("Uint8",)),
-    "score_mod": _Kind(_evaluate_score_mod, "score_mod", ("Float32",)),
-    "derivative": _Kind(_evaluate_derivative, "score_mod", ("Float32", "Float32")),
-    "aux_gradients": _Kind(_add_aux_gradients, "score_mod", ("Float32", "Float32")),
-    "score_mod_bwd": _Kind(_evaluate_score_mod_bwd, "score_mod_bwd", ("Float32", "Float32")),
+    "mask_mod": _Kind(_evaluate_mask_mod, "mask_mod"),
+    "score_mod": _Kind(_evaluate_score_mod, "score_mod"),
+    "derivative": _Kind(_evaluate_derivative, "score_mod"),
+    "aux_gradients": _Kind(_add_aux_gradients, "score_mod"),
+    "score_mod_bwd": _Kind(_evaluate_score_mod_bwd, "score_mod_bwd"),
 }

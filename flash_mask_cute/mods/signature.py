@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
+
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.checks import brief
 
@@ -74,3 +76,15 @@ def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
             "flash-attn-4; leave it out, and pass lengths that the callable reads in aux_tensors"
         )
     raise TypeError(wrong)
+
+
+def in_float64(score_mod: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a CuTe score_mod that takes a score in Float64 as well as in Float32, and has a
+    derivative of 1 by it. CPU calls then give it scores in Float64. Kernels have no Float64."""
+    score_mod.score_dtype = "float64"  # type: ignore[attr-defined]
+    return score_mod
+
+
+def score_dtype(score_mod: Callable[..., Any]) -> torch.dtype:
+    """The dtype in which a score_mod takes scores of CPU tensors."""
+    return getattr(torch, getattr(score_mod, "score_dtype", "float32"))

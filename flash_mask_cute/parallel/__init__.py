@@ -1,4 +1,4 @@
-"""Attention over a sequence whose rows lie on several devices, with any column mask.
+"""Attention over a sequence that several devices share, with any column mask.
 
 `plan` divides the rows among ranks, and `context_parallel_attention` is attention of sharded q, k
 and v. docs/context_parallel.md shows their use.

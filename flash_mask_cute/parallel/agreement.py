@@ -3,9 +3,9 @@
 Sizes of messages follow from these. Ranks with different masks would take messages of other sizes,
 which ends a process or leaves memory unwritten, or compute by different masks.
 
-A comparison waits for the device and for the other ranks, so it is not made in every call: before
-what the group has not had, and in calls 1, 2, 4, 8, and so on. It is also of all calls before. So
-ranks that pass different ones of the masks that they know are told, but later.
+A comparison waits for the device and for the other ranks, so only some calls make it: those with a
+mask that is new to the group, and calls 1, 2, 4, 8, and so on. It covers all earlier calls. So if
+ranks mix up masks that the group has used before, a later call reports it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _compare(
         if number != first
     ]
     if differences:
-        # all ranks are told, and begin anew
+        # all ranks learn it, and begin anew
         agreed.calls = agreed.history = 0
         raise ValueError(
             f"context_parallel_attention: {', '.join(differences)} than rank 0; all ranks of a "

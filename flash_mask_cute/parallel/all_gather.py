@@ -62,7 +62,7 @@ class _Gathered(torch.autograd.Function):
         splits = (x.split(list(routes.receives), 1) for x in (dk, dv))
         parts = {r: Shard(*pair) for r, pair in enumerate(zip(*splits, strict=True))}
         own = parts.pop(peers.rank)
-        # of which shapes, dtypes and the device count: the keys themselves are not kept
+        # only shapes, dtypes and the device count: the keys themselves are not kept
         like = Shard(
             *(x.new_empty(()).expand(x.shape[0], ctx.num_rows, *x.shape[2:]) for x in (dk, dv))
         )

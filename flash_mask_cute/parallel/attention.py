@@ -1,4 +1,4 @@
-"""Attention of sharded q, k and v: the public function, its checks, and the choice of a method."""
+"""Attention of sharded q, k and v: the public function, its checks, and its three methods."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def context_parallel_attention(
     """Self-attention over a sequence, where each rank of a group holds some rows.
 
     Every rank calls it with its rows of q (batch, rows, heads_q, head_dim), k (batch, rows,
-    heads_kv, head_dim) and v, as `plan.shard` gives them, and with the same other arguments. It has
-    gradients for q, k, v and learnable_sink; that of learnable_sink is summed over the group, so it
-    is the same in all ranks.
+    heads_kv, head_dim) and v, as `plan.shard` gives them, and with the same other arguments. It
+    supports gradients of q, k, v and learnable_sink. That of learnable_sink is summed over the
+    group, so it is the same in all ranks.
 
     mask: a ColumnMask of the whole sequence, or None. causal, window_size, softcap, softmax_scale,
     learnable_sink (heads_q,) and deterministic: as in `flash_attn_func`. group: None for all
     processes. Dynamo runs it outside of graphs.
 
-    method: "all_gather": the keys that own rows see are brought to them, and one call has all of
-    them. "ring": keys of one rank at a time; the next ones travel during attention. "ulysses": rows
+    method: "all_gather": a rank fetches the keys that its rows see, and attends to them in one
+    call. "ring": keys of one rank at a time; the next ones travel during attention. "ulysses": rows
     are exchanged for heads; heads_q is a multiple of the ranks, heads_kv a multiple or a divisor.
-    docs/context_parallel.md compares them. When a mask is new, or was changed, ranks compare what
-    they were given, and the first two methods find what each rank sees. That waits for the device.
+    docs/context_parallel.md compares them. When a mask is new or changed, ranks compare their
+    arguments, and the first two methods find what each rank sees. That waits for the device.
     If ranks pass different masks that the group has used before, a later call raises.
 
     Returns:

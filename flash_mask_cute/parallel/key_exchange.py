@@ -43,8 +43,8 @@ class Shard(NamedTuple):
 class KeyMessages:
     """Keys of some ranks for the own rows, or gradients of them for their ranks.
 
-    own: of which messages have the dtypes and shapes. step: None for all ranks at once; else to the
-    rank that is so much further, and from the one that is as much behind.
+    own: messages have its dtypes and shapes. step: None for all ranks at once; else messages go to
+    the rank that is `step` further, and come from the one that is `step` back.
     """
 
     def __init__(self, own: Shard, peers: Peers, routes: Routes, what: str) -> None:

@@ -35,6 +35,11 @@ class Load(NamedTuple):
     tiles: the visited tiles of each rank, summed over the batch and averaged over heads. keys: how
     many keys each rank receives from others in a call, forward, and again in the backward unless
     they were kept; without "ulysses". seqlen: of the plan.
+
+    Example:
+        >>> from flash_mask_cute import builders, parallel
+        >>> parallel.plan(builders.causal(512), 2, seqlen=512).load(builders.causal(512)).imbalance
+        1.0
     """
 
     tiles: tuple[float, ...]
@@ -167,11 +172,11 @@ def plan(
     seqlen: int,
     max_ranges: int = 16,
 ) -> Plan:
-    """Divide the rows of a sequence among `world` ranks, so that the slowest has little more than
+    """Divide the rows of a sequence among `world` ranks, so that the slowest does little more than
     the mean work, and few keys travel.
 
-    masks: the mask of the sequence, or those of several kinds of layers, whose work is added; None
-    shows everything. Causal masking and windows are masks, too: `builders.causal(seqlen)`. The call
+    masks: the mask of the sequence, or one for each kind of layer, to add up their work; None shows
+    everything. Causal masking and windows are masks, too: `builders.causal(seqlen)`. The call
     waits for the device. Ranges are of whole blocks of 128 rows, up to max_ranges of them for each
     rank.
 

@@ -1,6 +1,6 @@
 """Method "ring": the keys of one other rank at a time, and the next ones on their way meanwhile.
 
-In step s a rank has the keys of the rank that is s behind, which sent those that are seen here
+In step s a rank holds keys of the rank that is s back, which sent those that are seen here
 directly. Results of the steps are merged by their LSE, and have float32. The backward of a step
 takes LSE and output of the whole row. So it needs no results of the steps, and keys are sent again.
 """

@@ -1,4 +1,4 @@
-"""Models whose own code calls attention: inside `sharded`, their rows are those of a rank."""
+"""Models that call attention by themselves: inside `sharded`, rows are those of a rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which rows of a sequence see which keys, for some rows and some keys of it.
 
 Column intervals, causal masking and windows all hide ranges of rows from a key. Rows of a rank are
-in ascending order. So a range of rows of the whole is a range of the rank's rows, and any choice of
+in ascending order. So a range of rows of the whole is a range of the rank's rows, and any set of
 rows and keys has column intervals again, if no key is hidden from more than two ranges.
 """
 

@@ -57,7 +57,7 @@ class BackwardMask(MaskRules):
     last. So tiles that visit the same chunk at the same time do not add to the same rows of dQ.
 
     is_part: the tiles are one CTA's part of the tiles that walks were made for. A part may lie
-    behind the end of the keys, or be full although the whole tile is partial.
+    after the end of the keys, or be full although the whole tile is partial.
 
     in_common: lengths of the sequences that have their keys in common, if they have.
 
@@ -134,7 +134,7 @@ class BackwardMask(MaskRules):
     @cute.jit
     def _extend_by_all(self, ring: WalkRing, walk: PendingWalk, work: Work) -> PendingWalk:
         """Extend a walk by the queries of all sequences."""
-        # a hidden block is one of real queries: what is behind no row may hold anything
+        # a hidden block is one of real queries: rows past the last query may hold anything
         walk, with_queries = walk._replace(chunk=walk.chunk._replace(sequence=Int32(0))), Int32(-1)
         for sequence in cutlass.range(self.in_common.num_sequences, unroll=1):
             own = self.in_common.of_sequence(work, sequence)

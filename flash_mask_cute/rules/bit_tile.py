@@ -167,7 +167,7 @@ def hide_unset_in_order(scores: cute.Tensor, word: Int32) -> None:
     """`hide_unset` of one row, with each test next to its select.
 
     Written as PTX: where neighbouring scores go into packed arithmetic, the compiler selects pairs,
-    behind all tests, and tests do not become predicates together any more.
+    after all tests, and tests do not become predicates together any more.
     """
     for first in range(0, cute.size(scores), HALF_WORD):
         tests = [

@@ -112,7 +112,7 @@ class MaskBitsArgs(NamedTuple):
 
     def rows_of_query_chunk(self, sequence: Int32) -> tuple[Int32, Int32]:
         """The blocks of queries of a sequence in a launch: the first block and one past the last,
-        which may lie behind the sequence."""
+        which may lie after the sequence."""
         first, count = self.query_chunk
         begin, in_row = self.places[sequence, 0], cutlass.max(self.places[sequence, 1], 1)
         ends = (cutlass.max(x - begin, 0) for x in (first, first + count))
@@ -490,7 +490,7 @@ class MaskRules:
             # of what is chosen mask_mod decides
             return is_chosen, is_chosen if self.mask_mod is None else Int32(0)
         if work.q_start is not None:
-            # rows before the mask, or behind it
+            # rows before the mask, or after it
             last = cute.size(args.visible, mode=[2]) - 1
             q_block = cutlass.max(cutlass.min(q_block, last), 0)
         place = (*broadcast_place(args.visible, work, head_idx), q_block, k_block // WORD)

@@ -225,9 +225,12 @@ def _check_elements_apart(name: str, tensor: torch.Tensor, other: str, given: to
     raise ValueError(f"{name} must not share memory with {other}, {where}")
 
 
-def check_fp32(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> None:
+def check_fp32(
+    name: str, value: Any, shape: tuple[int, ...], device: torch.device, or_wide: bool = False
+) -> None:
+    """or_wide: float64 is good, too."""
     check_tensor(name, value)
-    if value.dtype != torch.float32:
+    if value.dtype != torch.float32 and not (or_wide and value.dtype == torch.float64):
         raise TypeError(f"{name} must have dtype float32, got {value.dtype}")
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import FrameType
 
+PACKAGE = __name__.partition(".")[0]
 _given: set[str] = set()
 """The topics of the warnings so far."""
 
@@ -17,10 +19,20 @@ def warn_once(topic: str, message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=_levels_to_caller())
 
 
+def modules_on_stack() -> set[str]:
+    """Names of the modules of this package and torch that were called, up to the user's line."""
+    return {frame.f_globals["__name__"] for frame in _frames_inside(sys._getframe(1))}
+
+
 def _levels_to_caller() -> int:
     """Stack levels from the calling function to the first outside of this package and torch."""
-    between = __name__.partition(".")[0], "torch"
-    frame, levels = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:
-        frame, levels = frame.f_back, levels + 1
-    return levels
+    return len(_frames_inside(sys._getframe(1))) + 1
+
+
+def _frames_inside(frame: FrameType | None) -> list[FrameType]:
+    """This frame and its callers, up to the first outside of this package and torch."""
+    found: list[FrameType] = []
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in (PACKAGE, "torch"):
+        found.append(frame)
+        frame = frame.f_back
+    return found

@@ -134,7 +134,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # doors into other libraries; only users import them
     "integrations": (
-        *("parallel", "functional", "interface", "lowering", "masks", "runtime", "limits"),
+        *("parallel", "functional", "interface", "lowering", "mods.signature"),
+        *("masks", "runtime", "limits"),
     ),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
@@ -164,6 +165,7 @@ TAKEN_INSIDE = {
     "lowering.watch.is_capturing",
     "masks.mask_mods.mask_of_band",
     "masks.runs.vectors_of",
+    "mods.signature.in_float64",
     "parallel.sharding.current_sharding",
 }
 HOST_CALLS = {"interface._flash_attn_fwd", "interface._flash_attn_bwd"}

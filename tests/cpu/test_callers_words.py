@@ -37,6 +37,33 @@ def test_an_index_past_a_captured_tensor_of_a_call_over_a_cache(appends: bool) -
         flash_attn_with_kvcache(Q[:, :1], *cache, **new, score_mod=biased)
 
 
+@pytest.mark.parametrize("kind", ["score_mod", "mask_mod", "made inside", "over a cache"])
+def test_an_index_past_a_captured_tensor_of_a_compiled_call(kind: str) -> None:
+    per_key, others = torch.zeros(4), torch.zeros(8)
+
+    def biased(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + others[q] + per_key[k]
+
+    def hides(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return per_key[k] == 0
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if kind == "over a cache":
+            return flash_attn_with_kvcache(q, k, v, score_mod=biased)
+        if kind == "mask_mod":
+            plain = lambda s, b, h, q, k: s + others[q]  # noqa: E731
+            return flash_attn_func(q, k, v, score_mod=plain, mask_mod=hides)
+        if kind == "made inside":
+            biased_inside = lambda s, b, h, q, k: s + others[q] + per_key[k]  # noqa: E731
+            return flash_attn_func(q, k, v, score_mod=biased_inside)
+        return flash_attn_func(q, k, v, score_mod=biased)
+
+    name = {"mask_mod": "mask_mod .*hides", "made inside": "score_mod .*lambda"}
+    said = f"{name.get(kind, 'score_mod .*biased')}.* reads .*'per_key'.* index 4 .* extent is 4"
+    with pytest.raises(IndexError, match=said):
+        torch.compile(call, backend="eager")(*operands())
+
+
 def test_gradients_through_a_score_mod_beside_splits() -> None:
     with pytest.raises(NotImplementedError, match="num_splits=2 .* gradients by score_mod"):
         flash_attn_func(*operands(True), score_mod=lambda s, b, h, q, k: s * 2, num_splits=2)

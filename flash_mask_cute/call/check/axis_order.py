@@ -5,13 +5,15 @@ Both orders are valid shapes of a call; only the extents show which one was mean
 
 from __future__ import annotations
 
-from flash_mask_cute.runtime.warn_once import warn_once
+from flash_mask_cute.runtime.warn_once import PACKAGE, modules_on_stack, warn_once
 
 MOST_HEADS = 128
 """More heads than that, and fewer rows than heads, are taken for a length and heads."""
 USUAL_HEADS = 64
 """More heads than that, or a number that 4 does not divide, are taken for a length if q, k and v
 all have fewer rows than heads. Models have such numbers of heads rarely."""
+
+_IN_TORCHS_ORDER = f"{PACKAGE}.flex", f"{PACKAGE}.integrations"
 
 
 def hint(name: str, shape: tuple[int, ...]) -> str:
@@ -27,8 +29,17 @@ def warn_if_transposed(q: tuple[int, ...], k: tuple[int, ...], is_paged: bool) -
     advice = hint("q", q) or hint("k", k)
     if not advice and not is_paged and _is_unusual(q) and _is_unusual(k):
         advice = _advice("q", q)
-    if advice:
+    if advice and _has_our_order(modules_on_stack()):
         warn_once("axis order", advice)
+
+
+def _has_our_order(modules: set[str]) -> bool:
+    """Whether the function that was called takes (batch, seqlen, heads, head_dim). FlexAttention
+    and the integrations take torch's order. A compiled graph does not say what was called."""
+    if any(name.startswith(_IN_TORCHS_ORDER) for name in modules):
+        return False
+    is_graph = f"{PACKAGE}.autograd.torch_ops" in modules
+    return not is_graph or f"{PACKAGE}.functional" in modules or f"{PACKAGE}.serving" in modules
 
 
 def _is_unusual(shape: tuple[int, ...]) -> bool:

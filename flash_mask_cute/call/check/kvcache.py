@@ -82,7 +82,7 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
         assert isinstance(q, Tensor)
         if cu_seqlens_q is not None:
             check_dense("cu_seqlens_q", cu_seqlens_q)
-            if cu_seqlens_q.dim() != 1 or cu_seqlens_q.device != q.device:
+            if cu_seqlens_q.dim() != 1 or cu_seqlens_q.get_device() != q.get_device():
                 check_index_vector("cu_seqlens_q", cu_seqlens_q, q.device)
     assert isinstance(q, Tensor)
     if q.dim() != (4 if cu_seqlens_q is None else 3):
@@ -140,13 +140,13 @@ def check_cache(cache: Cache, startend_row_indices: object) -> None:
             f"k_cache and v_cache must agree in all but the last dimension, got {tuple(k.shape)} "
             f"and {tuple(v.shape)}"
         )
-    if k.dtype != v.dtype or not (cache.k_descale is cache.v_descale is None):
+    if k.dtype is not v.dtype or not (cache.k_descale is cache.v_descale is None):
         _check_format(cache)
     if cache.page_table is not None:
         check_page_table(k, cache.page_table)
-    where = {"cache_batch_idx": cache.batch_idx, "cache_leftpad": cache.leftpad}
-    given = {name: x for name, x in where.items() if x is not None}
-    for name, x in given.items():
+    for name, x in (("cache_batch_idx", cache.batch_idx), ("cache_leftpad", cache.leftpad)):
+        if x is None:
+            continue
         check_batch_vector(name, x, cache.batch, cache.device)
         if startend_row_indices is not None and cache.page_table is None:
             raise NotImplementedError(

@@ -161,7 +161,7 @@ def _check_contents(side: SideArguments, batch: int) -> None:
 
 
 def packed_lengths(name: str, offsets: list[int], total: int) -> list[int]:
-    """The lengths of packed sequences. total: rows of the packed tensor; those behind the last
+    """The lengths of packed sequences. total: rows of the packed tensor; those after the last
     sequence belong to none. Raises ValueError: offsets do not start at 0, decrease, or end beyond
     the tensor."""
     if offsets[0] != 0:

@@ -87,7 +87,7 @@ def check_pages(
         check_batch_vector("leftpad_k", leftpad_k, batch, k.device)
         if seqused_k is None:
             raise ValueError(
-                f"leftpad_k needs seqused_k, the number of keys behind it, got {brief(leftpad_k)} "
+                f"leftpad_k needs seqused_k, the number of keys after it, got {brief(leftpad_k)} "
                 "and None"
             )
     if cu_seqlens_k is not None:

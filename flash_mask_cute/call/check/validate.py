@@ -102,8 +102,9 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     page_size; kv_batch_idx and leftpad_k are int32 (batch,), and a table with kv_batch_idx has any
     number of rows. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
     (heads_q,), out like q with head_dim_v, lse, lse_low and max_scores fp32 (batch, heads_q,
-    seqlen_q) or, with cu_seqlens_q, (heads_q, total_q). startend_row_indices (batch or 1, heads,
-    seqlen_k, n), with cu_seqlens_k (1, heads, total_k, n), heads 1, heads_kv or heads_q.
+    seqlen_q) or, with cu_seqlens_q, (heads_q, total_q); lse and lse_low may be fp64 beside q in
+    fp64. startend_row_indices (batch or 1, heads, seqlen_k, n), with cu_seqlens_k (1, heads,
+    total_k, n), heads 1, heads_kv or heads_q.
 
     In a backward dout is like out; lse, lse_low and dlse have any strides; dq, dk, dv are like q,
     k, v; dsink is like learnable_sink; daux has an entry for each aux tensor, None or a tensor like
@@ -234,12 +235,11 @@ def _check_gradients(
     for name, tensor in (("out", out), ("dout", dout)):
         check_shaped(name, tensor, out_shape, "the shape of q with head_dim_v", q)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    check_fp32("lse", lse, lse_shape, q.device)
-    if of.dlse is not None:
-        check_fp32("dlse", of.dlse, lse_shape, q.device)
     if x.lse_low is not None:
         _check_wants_low(x.lse_low, masks.score_mod)
-        check_fp32("lse_low", x.lse_low, lse_shape, q.device)
+    for name, of_rows in (("lse", lse), ("dlse", of.dlse), ("lse_low", x.lse_low)):
+        if of_rows is not None or name == "lse":
+            check_fp32(name, of_rows, lse_shape, q.device, or_wide=q.dtype == torch.float64)
     outputs: dict[str, torch.Tensor | None] = {}
     for name, gradient, like in (("dq", of.dq, q), ("dk", of.dk, x.k), ("dv", of.dv, x.v)):
         outputs[name] = gradient
@@ -414,7 +414,8 @@ def _check_outputs(call: AttentionCall, shapes: FwdShapes, score_mod: object) ->
     rows = {"lse": x.lse, "lse_low": x.lse_low, "max_scores": x.max_scores}
     for name, of_rows in rows.items():
         if of_rows is not None:
-            _check_lse(name, of_rows, lse_shape, q.device)
+            or_wide = q.dtype == torch.float64 and name != "max_scores"
+            _check_lse(name, of_rows, lse_shape, q.device, or_wide)
     outputs = {"out": x.out, **rows}
     if any(y is not None for y in outputs.values()):
         check_outputs_apart(outputs, inputs_of(call))
@@ -604,9 +605,9 @@ def _check_output(
 
 
 def _check_lse(
-    name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device
+    name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device, or_wide: bool
 ) -> None:
-    check_fp32(name, value, shape, device)
+    check_fp32(name, value, shape, device, or_wide)
     if not value.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
 

@@ -40,10 +40,10 @@ _THEIRS = ("eager", "sdpa", "flex_attention")
 
 
 def register(name: str = "mask_cute", *, wide_layers: str = "refuse") -> str:
-    """Make an `attn_implementation` of transformers, of this package, known by a name.
+    """Register this package as an `attn_implementation` of transformers, under a name.
 
-    It registers attention and masks: an attention without its masks would get none for padding,
-    windows and packed documents, and transformers would not say so.
+    It registers attention and masks. Attention alone would get no masks for padding, windows and
+    packed documents, and transformers would not say so.
 
     wide_layers: what layers do that are too wide for the kernels: on a GPU a head dimension above
     256, on Hopper above 512. "refuse": they raise. "sdpa": transformers' `sdpa_attention_forward`
@@ -90,7 +90,7 @@ def masks_for(
     mask: ColumnMask | None = None,
     **more: Any,
 ) -> AttentionMask | dict[str, AttentionMask]:
-    """The masks of a decoder for a batch, to be given to it, compiled or not, as attention_mask.
+    """The masks of a decoder for a batch, to pass to it as attention_mask, compiled or not.
 
     model: loaded with the registered attn_implementation. input_ids: (batch, queries); only its
     shape and device count. attention_mask: (batch, queries) of the padding, or None. position_ids:
@@ -99,8 +99,8 @@ def masks_for(
     token_type_ids. mask: a mask of `builders` over the tokens of input_ids, which takes the place
     of the model's causal mask; layers with a sliding window hide keys outside of it, too.
 
-    A model that is compiled with its masks makes a dense one of each. Masks that are made before
-    are windows and intervals, as without compilation. They hold for one batch without a cache.
+    A compiled model that makes its own masks makes dense ones. These masks stay windows and
+    intervals, as without compilation. They hold for one batch without a cache.
 
     Returns:
         A mask, or a dict of masks for models with several kinds of layers.

@@ -24,7 +24,7 @@ from flash_mask_cute.runtime.warn_once import warn_once
 
 # Arguments that some models give to attention, and that say more about it than is computed here.
 REFUSED = {
-    "indices": "the keys that an indexer chose for each query",
+    "indices": "the keys that an indexer selected for each query",
     "sinks": "a sink for each query",
     "head_mask": "a factor for each head",
 }
@@ -81,7 +81,7 @@ def layer_attention(
     cu_seq_lens_*: documents of one packed row, which do not see each other, besides the mask.
     softcap, s_aux (a sink of each head), position_bias (added to scores after the soft cap, with
     gradients): as in transformers. block_indices (batch, heads, queries, k): the blocks of
-    `module.indexer.block_size` keys that an indexer chose for each query, -1 for none; the mask
+    `module.indexer.block_size` keys that an indexer selected for each query, -1: none; the mask
     only hides more. wide_layers: as in `register`.
 
     Returns:
@@ -256,7 +256,7 @@ def _refuse(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> 
 
 
 def _chosen(module: torch.nn.Module, block_indices: Tensor, is_packed: bool) -> SelectedBlocks:
-    """The blocks of keys that a module's indexer chose."""
+    """The blocks of keys that a module's indexer selected."""
     block_size = getattr(getattr(module, "indexer", None), "block_size", None)
     if block_size is None:
         raise NotImplementedError(
@@ -401,7 +401,7 @@ def _of_mask(mask: AttentionMask) -> dict[str, Any]:
     found = mask.found
     if found.window is not None:
         left, right = found.window
-        # a side of 0 by another name, under which the choice of tiles knows it
+        # a side of 0 by another name, by which tiles are selected
         causal = right == 0
         return {"causal": causal, "window_size": (left, None if causal else right)}
     if found.columns is not None:

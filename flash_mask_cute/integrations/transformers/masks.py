@@ -27,7 +27,7 @@ from flash_mask_cute.parallel.sharding import current_sharding
 
 MaskFunction = Callable[..., Any]
 MOST_DENSE = 1 << 31  # elements of a dense mask, a byte each
-# Models whose layers join a mask with one of their own, and leave out a `BlockMask` without a word:
+# Models with layers that join a mask with their own, and leave out a `BlockMask` without a word:
 # they get tensors.
 _TAKE_TENSORS = ("doge",)
 _NO_TENSOR = (
@@ -315,7 +315,7 @@ def make_mask(
         return None
     takes_tensors = getattr(others.get("config"), "model_type", None) in _TAKE_TENSORS
     if torch.compiler.is_compiling() or takes_tensors:
-        # elsewhere transformers hides keys behind the first ones by the alignment of a None
+        # elsewhere transformers hides keys after the first ones by the alignment of a None
         skips = others.pop("allow_is_causal_skip", True) and q_length == kv_length
         skips = skips and not takes_tensors
         made: Tensor | None = masking_utils.sdpa_mask(

@@ -14,10 +14,11 @@ from typing import Any
 import cutlass
 import pytest
 import torch
+from launch_recorder import Recorder
 from torch import Tensor
 from ways import AnyMode
 
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, interface
 
 SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
 FP8 = torch.float8_e4m3fn
@@ -137,6 +138,22 @@ def test_learned_tables_have_no_order_with_torchs_setting() -> None:
             flash_attn_varlen_func(**qkv(*PACKED), **CU, score_mod=learned())
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_config_that_changes_is_checked_by_a_prepared_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels are stand-ins here, so that the forward is kept as on a GPU."""
+    launches = Recorder()
+    monkeypatch.setattr(interface, "prepare_fwd", launches.prepare)
+    given = {n: x.requires_grad_() for n, x in qkv(*DENSE, dtype=torch.bfloat16).items()}
+    for config in (None, (None, {"tile_m": 64}), (None, {"tile_m": 64})):
+        flash_attn_func(**given, config=config)
+    assert (len(launches.calls), len(launches.prepared)) == (3, 2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="group_splits must be one of .* got 3"):
+            flash_attn_func(**given, config=(None, {"group_splits": 3}))
+    assert len(launches.calls) == 3
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -6,9 +6,11 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flex_attention
+from flash_mask_cute.integrations.torch import sdpa
 from flash_mask_cute.interface import _flash_attn_fwd, explain
 from flash_mask_cute.runtime import warn_once
 
@@ -111,3 +113,27 @@ def test_keys_alone_tell_and_errors_of_heads() -> None:
         flash_attn_func(q, k, k)
     with pytest.raises(ValueError, match="got heads_q=3 and heads_kv=2$"):
         flash_attn_func(torch.zeros(1, 5, 3, 8), *[torch.zeros(1, 5, 2, 8)] * 2)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["flex_attention", "sdpa", "register"])
+def test_functions_in_torchs_order_say_nothing(name: str, is_compiled: bool) -> None:
+    """14 heads of 5 tokens, which are few tokens and an unusual number of heads for others."""
+    if name == "flex_attention":
+        call = flex_attention
+    elif name == "sdpa":
+        call = sdpa()(F.scaled_dot_product_attention)
+    else:
+        modeling = pytest.importorskip("transformers.modeling_utils")
+        from flash_mask_cute.integrations.transformers import register
+
+        attend = modeling.ALL_ATTENTION_FUNCTIONS[register("heads_first")]
+
+        def call(*qkv: Tensor) -> Tensor:
+            return attend(nn.Module(), *qkv, None)[0]
+
+    if is_compiled:
+        call = torch.compile(call, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(*torch.randn(3, 2, 14, 5, 16))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import tiny_models as tiny
 import torch
+import transformers
 from tiny_models import CU, IDS, LEFT, LENGTHS, PACKED, PARTS, RIGHT, SEQ, Pair, error_of
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
@@ -267,3 +270,20 @@ def test_t5_generates() -> None:
     pair = tiny.other("t5")
     found, wanted = (x.generate(IDS, attention_mask=LEFT, **options) for x in pair[::-1])
     assert torch.equal(found, wanted)
+
+
+def test_the_page_lists_models_that_cannot_be_loaded() -> None:
+    """Those that look up a class by the name of the implementation, as in 5.17 and 5.24."""
+    looks_up = re.compile(r"\b(?!ALL_)[A-Z0-9_]+\[(?:self\.)?config\._attn_implementation\]")
+    models = Path(transformers.__file__).parent / "models"
+    found = {
+        path.stem.removeprefix("modeling_").replace("_", "")
+        for path in models.glob("*/modeling_*.py")
+        if looks_up.search(path.read_text(encoding="utf-8"))
+    }
+    assert "data2vecvision" in found
+    page = (Path(__file__).parents[3] / "docs" / "integrations.md").read_text()
+    listed = re.search(r"^Data2VecVision.*?at load\.", page, flags=re.S | re.M)
+    assert listed is not None
+    names = set(re.sub(r"[\s-]", "", listed[0]).lower().replace("and", ",").split(","))
+    assert {name for name in found if not any(name in x for x in names)} == set()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_mask_cute import ColumnMask, builders, flash_attn_func
+from flash_mask_cute import ColumnMask, builders, flash_attn_func, flash_attn_with_kvcache
 
 
 def ids(*shape: int) -> Tensor:
@@ -28,6 +28,10 @@ NOTHING: dict[str, Callable[[], ColumnMask]] = {
     "qk_sparse": lambda: builders.qk_sparse(0, []),
     "prefix_tree": lambda: builders.prefix_tree([], []),
     "from_tin_tout": lambda: builders.from_tin_tout(ids(0)),
+    "from_cu_seqlens": lambda: builders.from_cu_seqlens([0]),
+    "from_cu_seqlens of no edge": lambda: builders.from_cu_seqlens([]),
+    "from_cu_seqlens, not causal": lambda: builders.from_cu_seqlens([[0], [0]], causal=False),
+    "from_cu_seqlens of a tensor": lambda: builders.from_cu_seqlens(ids(1), 0),
     "from_document_ids": lambda: builders.from_document_ids(ids(0)),
     "from_document_ids, not causal": lambda: builders.from_document_ids(ids(2, 0), causal=False),
     "from_position_ids": lambda: builders.from_position_ids(ids(0)),
@@ -51,6 +55,24 @@ def test_of_nothing(name: str) -> None:
 def test_tokens_of_no_document_see_nothing(builder: Callable[..., ColumnMask]) -> None:
     for lengths in ([], ids(0)):
         assert not builder(lengths, 5).dense(5).any()
+    is_causal = builder is builders.causal_document
+    for edges in ([0], ids(1)):
+        assert not builders.from_cu_seqlens(edges, 5, causal=is_causal).dense(5).any()
+
+
+@pytest.mark.parametrize("parents", [[], [[]], ids(0), ids(1, 0)], ids=repr)
+def test_a_tree_without_drafts(parents: list[int] | Tensor) -> None:
+    """Queries see the tokens before the drafts that there could be."""
+    tree = builders.draft_tree(parents)
+    assert tree.bits.shape == tree.depths.shape == (1, 0)
+    first = torch.tensor([4], dtype=torch.int32)
+    cache, q = torch.randn(2, 1, 9, 2, 16), torch.randn(1, 1, 2, 16)
+    given = {"cache_seqlens": first, "mask_mod": tree.mask_mod(first)}
+    assert flash_attn_with_kvcache(q[:, :0], *cache, **given).shape == (1, 0, 2, 16)
+    given["cache_seqlens"] = first + 3
+    out = flash_attn_with_kvcache(q, *cache, **given)
+    wanted = flash_attn_func(q, *cache[:, :, :4])
+    torch.testing.assert_close(out, wanted)
 
 
 def test_an_empty_batch() -> None:

@@ -184,7 +184,6 @@ TREE = builders.draft_tree([[-1, 0], [-1, -1]])
         (lambda: builders.draft_tree([-1, 1]), ValueError, r"parents\[0, 1\]=1 is neither -1 nor"),
         (lambda: builders.draft_tree(torch.tensor([[-1], [-2]])), ValueError, r"\[1, 0\]=-2"),
         (lambda: builders.draft_tree([-1] * 65), ValueError, r"shape \(1, 65\), not \(drafts,\)"),
-        (lambda: builders.draft_tree([]), ValueError, r"shape \(1, 0\)"),
         (lambda: builders.draft_tree([[-1, 0], [-1]]), ValueError, "other numbers of drafts"),
         (lambda: builders.draft_tree([-1.0]), TypeError, r"a number in parents=-1\.0"),
         (lambda: builders.draft_tree(7), TypeError, "parents=7 is no list"),
