@@ -53,7 +53,8 @@ def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
     splits = getattr(override, "group_splits", None)
     splits_groups = kernel.splits_groups and not problem.is_wide
     if not (splits_groups or splits in (None, 1)):
-        raise ValueError(f"config group_splits={splits} is not for {kernel.class_name}")
+        of_what = "heads above 256 columns" if problem.is_wide else kernel.class_name
+        raise ValueError(f"config group_splits={splits} is not for {of_what}")
     choice = select_bwd_config(
         *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
         override=override,
