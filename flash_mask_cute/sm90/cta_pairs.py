@@ -82,21 +82,14 @@ class PeerGrads:
 class PeerWords:
     """What a warpgroup's registers hold of a block, passed to the same threads of the other CTA.
 
-    received: the places of the peer's words. num_words: of a thread. channel: this CTA's mbarriers.
-    A fill is full when the peer's words have arrived. It is empty when the peer has read those that
-    this CTA sent.
+    channel: this CTA's mbarriers. A fill is full when the peer's words have arrived in their place
+    in `received`. It is empty when the peer has read those that this CTA sent. num_words: of a
+    thread.
     """
 
     channel: Channel
     received: cute.Pointer
     num_words: cutlass.Constexpr[int]
-
-    @staticmethod
-    def create(
-        barriers: cute.Pointer, received: cute.Pointer, stages: int, num_words: int, readers: int
-    ) -> "PeerWords":
-        """readers: warps of the peer that release a fill."""
-        return PeerWords(Channel.create(barriers, stages, 1, readers), received, num_words)
 
     def expect(self, block: Int32) -> None:
         """Expect the peer's words of a block, by one warp."""

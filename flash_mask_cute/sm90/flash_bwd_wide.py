@@ -180,7 +180,9 @@ class Shared(NamedTuple):
             Channel.create(barriers(2), 1, traits.num_mask_warps, bit_readers),
             WorkRing(work, lengths.work_fields),
             WalkRing(walk, by_keys, False, fields=lengths.chunk_fields),
-            PeerWords.create(barriers(2 * STAGES), slots, STAGES, WORDS_OF_BLOCK, warps),
+            PeerWords(
+                Channel.create(barriers(2 * STAGES), STAGES, 1, warps), slots, WORDS_OF_BLOCK
+            ),
             clusters.Claims.create(barriers(2), words(1)),
         )
 
