@@ -204,7 +204,7 @@ def child(name: str, is_simulated: bool) -> int:
 
         software_gpu.activate(ARCH, sms=SIMULATED_SMS)
         software_gpu.OPTIONS["delay"] = 1
-        from bench.simulated import run_what_caches_load
+        from lab.simulated import run_what_caches_load
 
         run_what_caches_load(software_gpu)
     from flash_mask_cute.runtime.target import Target

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from bench import ROOT, Json, commit_here
 from bench.codegen_variants import VARIANTS, AttentionVariant, compile_variant
-from bench.machine_code import Code
 from bench.rows import row_line
 from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.call.settings import BwdConfig
@@ -47,6 +46,7 @@ from lab.events import (
     WidePair,
     products,
 )
+from lab.machine_code import Code
 
 KEPT = ROOT / "lab" / "results" / "blackwell_model.jsonl"
 NAMES = tuple(

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_NEEDED = 3
 # The tests on the simulator read, import and run nothing of these,
 APART = ("docs/", "bench/", "tests/cpu/", "README.md")
-# but for the arithmetic of the oracles, the mods written in torch, and how kernels get there.
-READ = ("bench/oracle.py", "bench/flex_mods.py", "bench/mods.py", "bench/simulated.py")
+# but for the arithmetic of the oracles and the mods written in torch.
+READ = ("bench/oracle.py", "bench/flex_mods.py", "bench/mods.py")
 MAIN = ("origin/main", "main")
 
 

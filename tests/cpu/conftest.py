@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from devices import Device
 from launch_recorder import Recorder
 
 from flash_mask_cute import interface
@@ -32,3 +33,9 @@ def fresh_dynamo() -> Iterator[None]:
     """What torch.compile remembers of other tests decides nothing in this one."""
     torch._dynamo.reset()
     yield
+
+
+@pytest.fixture
+def device() -> Device:
+    """Of cases that run on every device: the CPU path."""
+    return Device("cpu")

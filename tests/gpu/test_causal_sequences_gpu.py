@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from causal_sequences import draw_mixed
+from causal_sequences_on_devices import test_random_calls  # noqa: F401
 from test_serving_gpu import on_cuda
 from torch import Tensor
 
@@ -15,20 +16,6 @@ from flash_mask_cute import compile_count, flash_attn_func, flash_attn_varlen_fu
 
 pytestmark = pytest.mark.gpu
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_calls(seed: int) -> None:
-    call = draw_mixed(random.Random(seed), BF16, 64, 600)
-    for given in (call, call.turned()):
-        for num_splits in (0, 1, 3):
-            out = torch.full(call.q.shape, torch.nan, dtype=BF16, device=CUDA)
-            found, lse = flash_attn_varlen_func(
-                *(x.to(CUDA) for x in (given.q, given.k, given.v)),
-                **on_cuda(given.keywords), num_splits=num_splits, out=out, return_lse=True,
-            )  # fmt: skip
-            assert found is out
-            given.assert_close(out, lse)
 
 
 def test_a_graph_reads_the_tensor_and_writes_out() -> None:

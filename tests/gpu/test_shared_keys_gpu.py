@@ -6,49 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from shared_keys import CommonKeys
-from test_serving_gpu import on_cuda
+from shared_keys_on_devices import (  # noqa: F401
+    test_backward,
+    test_backward_in_order,
+    test_forward,
+    test_split_groups,
+)
 from torch import Tensor
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
-from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 pytestmark = pytest.mark.gpu
 BF16, INT, CUDA = torch.bfloat16, torch.int32, torch.device("cuda")
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_calls(seed: int, head_dim: int, deterministic: bool) -> None:
-    draw = CommonKeys(seed, BF16, head_dim, 700, -200)
-    for call in draw.calls(3):
-        q, k, v = (x.to(CUDA) for x in (call.q, call.k, call.v))
-        keywords = on_cuda(call.keywords)
-        out, lse = _flash_attn_fwd(q, k, v, **keywords)
-        assert lse is not None
-        call.assert_output(out.cpu(), lse.cpu())
-        dout = draw.normal(*out.shape)
-        operands = q, k, v, out, dout.to(CUDA), lse
-        found, again = (
-            _flash_attn_bwd(*operands, **keywords, deterministic=deterministic) for _ in range(2)
-        )
-        call.assert_gradients(tuple(x.cpu() for x in found), dout)
-        if deterministic:
-            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_calls_that_use_some_keys(seed: int) -> None:
-    draw = CommonKeys(seed, BF16, 64, 700)
-    draw.has_used_keys = True
-    for call in draw.calls(3):
-        operands = [x.to(CUDA) for x in (call.q, call.k, call.v)]
-        for num_splits in (0, 3):
-            keywords = on_cuda(call.keywords) | {"num_splits": num_splits}
-            out, lse = _flash_attn_fwd(*operands, **keywords)
-            assert lse is not None
-            call.assert_output(out.cpu(), lse.cpu())
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 300])

@@ -13,11 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from bench.simulated import run_what_caches_load
 from flash_mask_cute.runtime import cache
+from lab.simulated import run_what_caches_load
 
 HERE = Path(__file__).resolve().parent
 HOPPER = "sm_90a"
@@ -88,3 +89,11 @@ def simulator(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> Mo
     if not _has_process_to_itself(pytestconfig):
         pytest.skip("needs a process of its own: pytest tests/sim")
     return sys.modules["software_gpu"]
+
+
+@pytest.fixture
+def device(simulator: ModuleType) -> Any:
+    """Of cases that run on every device."""
+    from simulated_device import SimulatedDevice
+
+    return SimulatedDevice("simulated", simulator=simulator)

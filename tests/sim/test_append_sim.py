@@ -53,6 +53,30 @@ def test_random_calls(simulator: ModuleType, seed: int) -> None:
         assert total.tolist() == [len(keys) for keys in call.keys], call.name
 
 
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_rows_that_fill_the_last_page_of_a_table(simulator: ModuleType, page_size: int) -> None:
+    """Some begin in the page before, some at its first row, one is its last row."""
+    pages, first = 3, (2 * page_size - 1, 2 * page_size, 3 * page_size - 1)
+    k_cache, v_cache = (torch.zeros(3 * pages, page_size, 1, 8).half() for _ in "kv")
+    table = torch.arange(3 * pages).flip(0).int().view(3, pages)
+    counts = [pages * page_size - x for x in first]
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    k = torch.arange(1, int(starts[-1]) + 1).half()[:, None, None].expand(-1, 1, 8).contiguous()
+    given = Append(
+        *(k_cache, v_cache, k, -k, torch.zeros(3, 1, 1, 8).half()),
+        *(torch.tensor(first, dtype=torch.int32), None, None, table, starts),
+    )
+    check_append(given)
+    with quiet_run(simulator, launches=1):
+        _, total = append(given, Target(ARCH, num_sms=2))
+    assert total.tolist() == [pages * page_size] * 3
+    for cache, new in ((k_cache, k), (v_cache, -k)):
+        for i, rows in enumerate(cache[table.long()].flatten(1, 2)):
+            assert not rows[: first[i]].any()
+            assert torch.equal(rows[first[i] :], new[starts[i] : starts[i + 1]])
+
+
 def test_rows_without_a_place_are_left_out(simulator: ModuleType) -> None:
     """On a device nobody checks lengths and numbers of pages."""
     k_cache, v_cache = (torch.zeros(3, 4, 1, 8).half() for _ in "kv")

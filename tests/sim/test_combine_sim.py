@@ -25,6 +25,7 @@ def combined(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(weights > 0, outs.double() * weights, 0.0).sum(dim=0), lse
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "is_packed"),
     [
@@ -37,6 +38,7 @@ def combined(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def test_parts_of_any_width(
     simulator: ModuleType, head_dim: int, dtype: torch.dtype, is_packed: bool
 ) -> None:
+    """A warp loads eight parts at a time; in some rows, the largest LSE comes later."""
     generator = torch.Generator().manual_seed(head_dim)
     rows = (5,) if is_packed else (2, 5)
     outs = torch.randn(11, *rows, 3, head_dim, generator=generator).to(dtype)

@@ -94,6 +94,11 @@ def store(bits_plan: EntryBitsPlan, mask_inputs: MaskInputs) -> Any:
     return next(bits_plan.query_chunks(function, IDS, mask_inputs)).arguments
 
 
+def state_of(pairs: Tensor) -> int:
+    """The state of a tile by its pairs."""
+    return FULL * bool(pairs.any()) + EMPTY * (not bool(pairs.all()))
+
+
 # of a call, and which keys a query sees by it
 BANDS: tuple[tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]], ...] = (
     ({"causal": True}, lambda q, k: k <= q),
@@ -137,8 +142,7 @@ def test_tiles_outside_of_the_band_are_not_asked_about(
             rows, cols = (
                 slice(i * n, (i + 1) * n) for i, n in ((m_block, tile_m), (n_block, tile_n))
             )
-            part = SEES[rows, cols]
-            expected = FULL * bool(part.any()) + EMPTY * (not bool(part.all()))
+            expected = state_of(SEES[rows, cols])
             if not in_band[rows, cols].any():
                 expected, num_outside = EMPTY, num_outside + 1
             assert found[0, m_block, n_block] == expected, (m_block, n_block)
@@ -178,10 +182,29 @@ def test_states_of_tiles(
     for m_block in range(found.shape[1]):
         for n_block in range(found.shape[2]):
             part = sees[m_block * tile_m :, n_block * tile_n :][:tile_m, :tile_n]
-            expected = FULL * bool(part.any()) + EMPTY * (not bool(part.all()))
+            expected = state_of(part)
             assert found[0, m_block, n_block] == expected, (m_block, n_block)
             kinds.add(expected)
     assert kinds == {FULL, EMPTY, PARTIAL}
+
+
+@pytest.mark.daily(1)
+@pytest.mark.parametrize(("choose", "head_dim"), [(fwd_bits_plan, 128), (bwd_bits_plan, 64)])
+def test_one_warp_alone_sees_a_tile(
+    simulator: ModuleType, choose: Callable[..., EntryBitsPlan | None], head_dim: int
+) -> None:
+    """32 queries, or keys, of the first block are of the document of the second."""
+    bits_plan = choose(head_dim)
+    assert bits_plan is not None
+    for first in range(0, BLOCK, 32):
+        ids = torch.arange(SEQLEN).int() // BLOCK
+        ids[first : first + 32] = 1
+        with quiet_run(simulator, launches=1):
+            _, found = store(bits_plan, MaskInputs((ids,), None))
+        sees = ids[:, None] == ids
+        expected = [[state_of(x) for x in rows.split(BLOCK, 1)] for rows in sees.split(BLOCK)]
+        assert expected[0][1] == expected[1][0] == PARTIAL
+        assert found[0].tolist() == expected, first
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -34,25 +34,6 @@ def test_a_row_runs_as_written(row: Any) -> None:
     assert not row.query_lists or choice.tile_n == row.query_lists
 
 
-def test_lists_of_warpgroups_have_rows_of_their_own() -> None:
-    """Not in a fixed order, nor for blocks that are whole tiles."""
-    for dim in (80, 128):
-        for size, is_ordered, is_own in (
-            ((64, 64), False, True),
-            ((128, 192), False, True),
-            ((64, 64), True, False),
-            ((64, 128), False, False),
-            ((96, 64), False, False),
-        ):
-            choice = select_bwd_config(
-                *(dim, dim, "other"),
-                deterministic=is_ordered,
-                walk=BwdWalkFacts(has_lists=True, lists_per_warpgroup=size),
-            )
-            assert choice.tiles.clears_dq == is_own
-            assert choice.own_keys_nest_in(size) or not is_own
-
-
 def runs(head_dim: int, head_dim_v: int, tiles: BwdTiles) -> bool:
     from cutlass import BFloat16
 
@@ -122,23 +103,10 @@ WIDE = {"head_dim": 256, "head_dim_v": 256, "tuning_class": "full"}
 
 
 def test_wide_heads_are_for_pairs_of_ctas() -> None:
-    def takes_pairs(*dims: int, kind: str = "other", **more: Any) -> bool:
-        return select_bwd_config(*dims, kind, **more).tiles.cta_pair
-
-    assert all(takes_pairs(256, 256, kind=kind) for kind in ("full", "causal", "other", "mask_mod"))
-    assert takes_pairs(200, 40) and takes_pairs(256, 256, num_sms=2) and takes_pairs(168, 136)
-    assert not any(takes_pairs(*dims) for dims in ((64, 256), (192, 256), (128, 128)))
     choice = select_bwd_config(**WIDE)
-    assert (choice.tile_n, choice.cluster_tile_n) == (64, 128)
+    assert choice.tiles.cta_pair and (choice.tile_n, choice.cluster_tile_n) == (64, 128)
     for said in ("192 < head_dim <= 256", "deterministic=False", "no soft cap and no score_mod"):
         assert said in choice.reason
-
-
-def test_columns_of_wide_heads() -> None:
-    """Pairs of CTAs multiply fewer columns of zeros than the next power of two has."""
-    for dim, cols in ((136, 160), (144, 160), (160, 160), (168, 192), (192, 192), (200, 256)):
-        choice = select_bwd_config(dim, dim, "full", BwdConfig(cta_pair=True))
-        assert choice.tiles.cta_pair and choice.tile_d == cols
 
 
 SPLIT = {"head_dim": 192, "head_dim_v": 128, "tuning_class": "full"}
@@ -152,22 +120,15 @@ SHARED = {
 
 
 def test_wide_heads_of_which_each_warpgroup_has_keys() -> None:
-    """Each has half of the columns of dQ, in one product; under all masks, and in a fixed order."""
+    """Each has half of the columns of dQ, in one product."""
     from cutlass import BFloat16
 
     from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 
     for dims, cols in (((192, 128), 192), ((160, 160), 160), ((136, 8), 160)):
-        for kind in ("full", "causal", "other", "edges", "mask_mod"):
-            for deterministic in (False, True):
-                for seqlen_k in (4096, 8192, 32768):
-                    choice = select_bwd_config(
-                        *dims, kind, seqlen_k=seqlen_k, deterministic=deterministic
-                    )
-                    assert choice.tiles.splits_keys and not choice.tiles.cta_pair
-                    clears_dq = (kind, seqlen_k) in (("full", 4096), ("causal", 32768))
-                    assert choice.tiles.clears_dq == (clears_dq and not deterministic)
-                    assert choice.tile_n == choice.cluster_tile_n == 128
+        choice = select_bwd_config(*dims, "causal", deterministic=True)
+        assert choice.tiles.splits_keys and not choice.tiles.clears_dq
+        assert choice.tile_n == choice.cluster_tile_n == 128
         for said in ("128 < head_dim <=", "half as often", "no soft cap and no score_mod"):
             assert said in choice.reason
         traits = BwdTraits(BFloat16, *dims, 64, stages_do=1, splits_keys=True)
@@ -323,54 +284,27 @@ def test_a_row_of_blackwell_runs_as_written(row: Any) -> None:
 
 
 def test_pairs_of_blackwell() -> None:
-    """Where both CTAs need most blocks of a walk, which they always do at 256, and for whoever asks
-    for them. Also where sums have an order, or the first CTA stores."""
+    """Where both CTAs need most blocks of a walk, and for whoever asks for them."""
 
     def takes_pairs(*dims: int, kind: str = "full", **more: Any) -> bool:
         return select_bwd_config(*dims, kind, kernel=SM100.backward, **more).tiles.cta_pair
 
     asks, long = BwdConfig(cta_pair=True), {"seqlen_k": 512}
-    alone = {what: more for what, more in ALONE.items() if what not in SEQUENTIAL_SPLITS}
-    for kind in ("full", "causal", "other", "edges", "mask_mod"):
-        assert all(takes_pairs(d, 128, kind=kind, override=asks) for d in (104, 128))
-        assert all(takes_pairs(d, 72, kind=kind, override=asks) for d in (136, 192))
-        for dims in ((104, 104), (128, 128), (136, 128), (192, 72)):
-            assert takes_pairs(*dims, kind=kind, **long)
-            assert not takes_pairs(*dims, kind=kind, seqlen_k=511)
-        assert all(takes_pairs(*dims, kind=kind) for dims in ((200, 200), (256, 256)))
-    for dims in ((96, 96), (128, 64), (64, 128), (192, 192), (256, 128), (128, 256), (256, 192)):
-        assert not takes_pairs(*dims, **long)
-    for walk, in_pairs in (
-        (BwdWalkFacts(window=512), True),
-        (BwdWalkFacts(window=511), False),
-        (BwdWalkFacts(has_lists=True), False),
-    ):
-        for d in (128, 192):
-            for deterministic in (False, True):
-                given = {"walk": walk, "deterministic": deterministic}
-                assert takes_pairs(d, 128, **long, **given) == in_pairs
-                assert takes_pairs(d, 128, override=asks, **given)
-    assert takes_pairs(256, 256, walk=BwdWalkFacts(window=100, has_lists=True))
-    for dims in ((128, 128), (192, 128), (256, 256)):
-        for what in SEQUENTIAL_SPLITS:
-            assert takes_pairs(*dims, **long, **ALONE[what])
-        for more in alone.values():
-            given = {"kind": more.get("tuning_class", "full")} | more
-            given.pop("tuning_class", None)
-            assert not takes_pairs(*dims, **long, **given)
-    for what, more in alone.items():
-        given = replace(more.get("override", BwdConfig()), cta_pair=True)
-        if what != "cta_pair=False":
+    for walk in (BwdWalkFacts(window=511), BwdWalkFacts(has_lists=True)):
+        assert not takes_pairs(128, 128, **long, walk=walk)
+        assert takes_pairs(128, 128, override=asks, walk=walk)
+        assert takes_pairs(256, 256, walk=walk)
+    for what, more in ALONE.items():
+        given = {"kind": more.get("tuning_class", "full"), **long} | more
+        given.pop("tuning_class", None)
+        is_refused = what not in SEQUENTIAL_SPLITS
+        assert takes_pairs(128, 128, **given) != is_refused
+        if is_refused and what != "cta_pair=False":
             with pytest.raises(ValueError, match=f"cta_pair=True is not for .*{what}"):
-                select_bwd_config(
-                    *(128, 128),
-                    **{"tuning_class": "full", "kernel": SM100.backward}
-                    | more
-                    | {"override": given},
-                )
+                takes_pairs(128, 128, **given | {"override": asks})
     for dims in ((64, 64), (192, 192), (96, 128), (200, 128), (128, 256)):
         with pytest.raises(ValueError, match=f"on Blackwell, got {dims[0]}/{dims[1]}"):
-            takes_pairs(*dims, override=BwdConfig(cta_pair=True))
+            takes_pairs(*dims, override=asks)
     with pytest.raises(ValueError, match="stages_do must be 1 with cta_pair=True"):
         takes_pairs(128, 128, override=BwdConfig(cta_pair=True, stages_do=2))
 

@@ -30,86 +30,62 @@ from flash_mask_cute.runtime.target import Target
 TARGET = Target.default()
 PLAIN = AttentionProblem("bfloat16", 128, 128, needs_lse=False)
 PLAIN_FIELDS = {"head_dim": 128, "head_dim_v": 128, "has_softcap": False}
+CAUSAL = {"is_causal": True}
+WINDOW = {"has_window_left": True}
+DOCUMENTS = {"mask_mod": "documents", "aux": (("int32", 2),)}
+VARLEN = {"varlen_q": True, "varlen_k": True}
+USED = {"has_seqused_q": True, "has_seqused_k": True}
+IN_ORDER = {"deterministic": True}
+COLUMNS = {n: {"intervals": (n, False)} for n in (2, 4)}
+CAUSAL_COLUMNS = {n: {"intervals": (n, True), **CAUSAL} for n in (1, 2)}
+ALIBI = {"score_mod": "alibi"}
+D72, D80, D96, D192, D256 = ({"head_dim": d, "head_dim_v": d} for d in (72, 80, 96, 192, 256))
+D192_128 = {"head_dim": 192}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
-    "causal": {"is_causal": True},
-    "causal-32k": {"is_causal": True},
+    "causal": CAUSAL,
+    "causal-32k": CAUSAL,
     "window": {"has_window_left": True, "has_window_right": True},
-    "causal-more-queries": {"is_causal": True, "may_empty_rows": True},
-    "varlen-causal": {"varlen_q": True, "varlen_k": True, "is_causal": True},
-    "dense-seqused": {"has_seqused_q": True, "has_seqused_k": True, "is_causal": True},
-    "seqused": {"varlen_q": True, "has_seqused_q": True, "has_seqused_k": True},
+    "causal-more-queries": {**CAUSAL, "may_empty_rows": True},
+    "varlen-causal": VARLEN | CAUSAL,
+    "dense-seqused": USED | CAUSAL,
+    "seqused": {"varlen_q": True, **USED},
     "softcap": {"has_softcap": True},
-    "columns-2": {"intervals": (2, False)},
-    "columns-1-causal-bits": {"intervals": (1, True), "is_causal": True, "has_bits": True},
-    "mask-aux": {"mask_mod": "documents", "aux": (("int32", 2),)},
-    "score": {"score_mod": "alibi", "is_causal": True},
-    "d64-fp16-causal": {"dtype": "float16", "head_dim": 64, "head_dim_v": 64, "is_causal": True},
-    "deterministic-window": {"deterministic": True, "has_window_left": True, "is_causal": True},
+    "columns-2": COLUMNS[2],
+    "columns-1-causal-bits": {**CAUSAL_COLUMNS[1], "has_bits": True},
+    "mask-aux": DOCUMENTS,
+    "score": ALIBI | CAUSAL,
+    "d64-fp16-causal": {"dtype": "float16", "head_dim": 64, "head_dim_v": 64, **CAUSAL},
+    "deterministic-window": IN_ORDER | WINDOW | CAUSAL,
     "d72-dv40": {"head_dim": 72, "head_dim_v": 40},
-    "d192-dv128-causal": {"head_dim": 192, "is_causal": True},
-    "d192-dv128-window-deterministic": {
-        "head_dim": 192,
-        "has_window_left": True,
-        "is_causal": True,
-        "deterministic": True,
-    },
-    "d192-dv128-columns-1": {"head_dim": 192, "intervals": (1, True), "is_causal": True},
-    "d192-dv128-columns-2": {"head_dim": 192, "intervals": (2, True), "is_causal": True},
-    "d192-dv128-columns-4": {"head_dim": 192, "intervals": (4, False)},
-    "d192-dv128-mask-lists": {
-        "head_dim": 192,
-        "mask_mod": "documents",
-        "aux": (("int32", 2),),
-        "has_bits": True,
-    },
-    "d192": {"head_dim": 192, "head_dim_v": 192},
-    "d96-score": {"head_dim": 96, "head_dim_v": 96, "score_mod": "alibi", "is_causal": True},
-    "d80-softcap": {"head_dim": 80, "head_dim_v": 80, "has_softcap": True},
-    "d96-columns-2": {"head_dim": 96, "head_dim_v": 96, "intervals": (2, False)},
-    "d72-deterministic": {"head_dim": 72, "head_dim_v": 72, "deterministic": True},
-    "d160-window": {"head_dim": 160, "head_dim_v": 160, "has_window_left": True},
-    "d136-dv96-varlen": {"head_dim": 136, "head_dim_v": 96, "varlen_q": True, "varlen_k": True},
-    "d256": {"head_dim": 256, "head_dim_v": 256},
-    "d256-causal-columns-1-softcap": {
-        "head_dim": 256,
-        "head_dim_v": 256,
-        "intervals": (1, True),
-        "is_causal": True,
-        "has_softcap": True,
-    },
-    "d256-varlen-columns-2": {
-        "head_dim": 256,
-        "head_dim_v": 256,
-        "intervals": (2, True),
-        "is_causal": True,
-        "varlen_q": True,
-        "varlen_k": True,
-    },
-    "d256-mask-bits": {
-        "head_dim": 256,
-        "head_dim_v": 256,
-        "mask_mod": "documents",
-        "aux": (("int32", 2),),
-        "has_bits": True,
-    },
+    "d192-dv128-causal": D192_128 | CAUSAL,
+    "d192-dv128-window-deterministic": D192_128 | WINDOW | CAUSAL | IN_ORDER,
+    "d192-dv128-columns-1": D192_128 | CAUSAL_COLUMNS[1],
+    "d192-dv128-columns-2": D192_128 | CAUSAL_COLUMNS[2],
+    "d192-dv128-columns-4": D192_128 | COLUMNS[4],
+    "d192-dv128-mask-lists": {**D192_128, **DOCUMENTS, "has_bits": True},
+    "d192": D192,
+    "d96-score": D96 | ALIBI | CAUSAL,
+    "d80-softcap": {**D80, "has_softcap": True},
+    "d96-columns-2": D96 | COLUMNS[2],
+    "d72-deterministic": D72 | IN_ORDER,
+    "d160-window": {"head_dim": 160, "head_dim_v": 160, **WINDOW},
+    "d136-dv96-varlen": {"head_dim": 136, "head_dim_v": 96, **VARLEN},
+    "d256": D256,
+    "d256-causal-columns-1-softcap": {**D256, **CAUSAL_COLUMNS[1], "has_softcap": True},
+    "d256-varlen-columns-2": D256 | CAUSAL_COLUMNS[2] | VARLEN,
+    "d256-mask-bits": {**D256, **DOCUMENTS, "has_bits": True},
     "full-4k": {},
-    "d80-4k": {"head_dim": 80, "head_dim_v": 80},
-    "d256-window-deterministic": {
-        "head_dim": 256,
-        "head_dim_v": 256,
-        "has_window_left": True,
-        "is_causal": True,
-        "deterministic": True,
-    },
+    "d80-4k": D80,
+    "d256-window-deterministic": D256 | WINDOW | CAUSAL | IN_ORDER,
     **{
         f"common-keys{name}": {"varlen_q": True, "shared_kv": True, "q_start": "each"} | fields
         for name, fields in {
-            "-causal": {"is_causal": True},
-            "-window-in-order": {"has_window_left": True, "deterministic": True},
-            "-columns-2": {"intervals": (2, False)},
-            "-mods": {"score_mod": "alibi", "mask_mod": "documents", "aux": (("int32", 2),)},
-            "-d256-causal": {"head_dim": 256, "head_dim_v": 256, "is_causal": True},
+            "-causal": CAUSAL,
+            "-window-in-order": WINDOW | IN_ORDER,
+            "-columns-2": COLUMNS[2],
+            "-mods": ALIBI | DOCUMENTS,
+            "-d256-causal": D256 | CAUSAL,
         }.items()
     },
 }

@@ -5,11 +5,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from cases import Case
 from cutlass import BFloat16
-from planned import call_of, planned
 
-from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.call.tiles.arch import SM90, SM100, SM103
@@ -21,9 +18,7 @@ from flash_mask_cute.call.tiles.config import (
 )
 from flash_mask_cute.call.tiles.rows import FwdRow
 from flash_mask_cute.call.tiles.tables import SM90_FWD, SM100_FWD
-from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.limits import MAX_WIDE_HEAD_DIM
-from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm100.exponentials import spread
 
 HEAD_DIMS = range(8, 257, 8)
@@ -144,54 +139,6 @@ def test_what_cannot_run_on_blackwell_is_named(override: FwdConfig, message: str
         )
 
 
-@pytest.mark.parametrize(
-    ("fields", "seqlen_q", "override", "expected"),
-    [
-        ({}, 257, None, True),
-        ({}, 256, None, False),
-        ({}, 256, FwdConfig(cta_pair=True), True),
-        ({}, 1000, FwdConfig(cta_pair=False), False),
-        ({"is_causal": True}, 1000, None, False),
-        ({"is_causal": True}, 1000, FwdConfig(cta_pair=True), True),
-        ({"varlen_k": True}, 1000, None, False),
-        ({"has_softcap": True}, 1000, None, True),
-        ({"head_dim": 64, "head_dim_v": 64}, 1000, None, False),
-        ({"head_dim": 192}, 1000, None, True),
-        ({"head_dim": 192, "is_causal": True}, 1023, None, False),
-        ({"head_dim": 192, "is_causal": True}, 1024, None, True),
-        ({"head_dim": 192, "varlen_q": True, "intervals": (2, True)}, 1024, None, True),
-        ({"head_dim": 256, "head_dim_v": 256, "is_causal": True}, 129, None, True),
-        ({"head_dim": 256, "head_dim_v": 256}, 128, None, False),
-        ({"head_dim": 256, "head_dim_v": 256}, 1000, FwdConfig(cta_pair=False), False),
-    ],
-)
-def test_pairs_of_ctas_on_blackwell(
-    fields: dict[str, Any], seqlen_q: int, override: FwdConfig | None, expected: bool
-) -> None:
-    problem = replace(AttentionProblem("bfloat16", 128, 128), **fields)
-    dims = problem.head_dim, problem.head_dim_v
-    shapes = FwdShapes(1, seqlen_q, 300, seqlen_q, 300, 2, 2, *dims)
-    choice = select_fwd_config(problem, shapes, override=override, spec=SM100)
-    assert choice.tiles.cta_pair is expected
-    rows = 128 if problem.head_dim_v > 128 else 256
-    assert choice.tiles.cluster_tile_m == (2 * rows if expected else rows)
-    assert choice.tiles.nest_in((rows, 128)) is not expected
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize(("decode_rows", "tile_m"), [(1, 128), (128, 128), (129, 256), (None, 256)])
-def test_one_half_where_few_rows_share_keys(
-    dims: tuple[int, int], decode_rows: int | None, tile_m: int
-) -> None:
-    """Forwards in splits or over pages: a second half would have no row."""
-    shapes = FwdShapes(4, 1, 5000, 1, 5000, 8, 1, *dims)
-    problem = AttentionProblem("bfloat16", *dims)
-    walk = WalkFacts(decode_rows=decode_rows)
-    choice = select_fwd_config(problem, shapes, walk=walk, spec=SM100)
-    assert choice.tiles.tile_m == (128 if dims[1] > 128 else tile_m)
-    assert not choice.tiles.cta_pair
-
-
 @pytest.mark.parametrize(("spec", "share"), [(SM100, 28), (SM103, 0)])
 def test_exponentials_by_polynomial(spec: Any, share: int) -> None:
     """Of 128; 10.3 computes them at twice the rate."""
@@ -308,36 +255,6 @@ def _serves_choices_of(before: FwdRow, row: FwdRow) -> bool:
     return row.max_selected is not None and row.max_selected <= before.max_selected
 
 
-@pytest.mark.parametrize(("block", "tile_n"), [(16, 64), (64, 64), (128, 128), (4096, 128)])
-@pytest.mark.parametrize("group", [1, 3, 16])
-def test_heads_share_tiles_of_a_choice(group: int, block: int, tile_n: int) -> None:
-    """Also with many queries, and where a group must be padded."""
-    heads = {"heads_q": 2 * group, "heads_kv": 2, "seqlen_q": 4096, "selected_block": block}
-    choice = choose(128, **heads)
-    assert choice.packed_heads == group
-    assert (choice.tiles.tile_m, choice.tiles.tile_n) == (128, tile_n)
-    assert choose(128, **heads, pack_gqa=False).packed_heads == 1
-    assert choose(128, **heads, unpackable="differs").packed_heads == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "tile_m"),
-    [
-        ({"has_softcap": True}, 192),
-        ({"score_mod": "key", "score_functions": True}, 192),
-        ({"score_mod": "key"}, 128),
-        ({"has_softcap": True, "window": 4096}, 128),
-        ({"has_softcap": True, "varlen_q": True, "varlen_k": True}, 128),
-        ({"has_softcap": True, "mask_mod": "key"}, 128),
-        ({"has_softcap": True, "seqlen_k": 4096}, 128),
-    ],
-)
-def test_functions_of_causal_scores(fields: dict[str, Any], tile_m: int) -> None:
-    choice = choose(**{"seqlen_k": 8192, "is_causal": True, **fields})
-    assert choice.tiles.tile_m == tile_m
-    assert ("functions of scores" in choice.reason) is (tile_m == 192)
-
-
 def test_a_row_that_does_not_fit_is_made_smaller_and_says_so() -> None:
     choice = choose(200, 256)
     assert not choice.tiles.share_qo  # the output would not fit the query's place
@@ -416,14 +333,6 @@ def test_a_config_that_cannot_run_is_refused(head_dim: int, config: FwdConfig, s
         choose(head_dim, override=config)
 
 
-@pytest.mark.parametrize("skip_blocks", [None, True, False])
-def test_skipping_is_a_choice_of_its_own(skip_blocks: bool | None) -> None:
-    choice = choose(override=FwdConfig(skip_blocks=skip_blocks))
-    assert choice.tiles.skip_blocks is (skip_blocks is not False)
-    assert ("skip_blocks" in choice.reason) == (skip_blocks is not None)
-    assert choice.tiles == replace(choose().tiles, skip_blocks=choice.tiles.skip_blocks)
-
-
 def test_an_output_larger_than_the_query_cannot_take_its_place() -> None:
     with pytest.raises(ValueError, match="config .*share_qo"):
         choose(64, 128, override=FwdConfig(share_qo=True))
@@ -432,98 +341,7 @@ def test_an_output_larger_than_the_query_cannot_take_its_place() -> None:
 # -- block lists --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("block_size", [(128, 128), (256, 128), (768, 896)])
-def test_tiles_nest_in_the_usual_blocks(head_dim: int, block_size: tuple[int, int]) -> None:
-    tiles = choose(head_dim, block_size=block_size).tiles
-    assert (tiles.tile_m, tiles.tile_n) == (128, 128)
-    assert tiles.nest_in(block_size)
-
-
-@pytest.mark.parametrize("block_size", [(64, 64), (64, 256), (320, 128)])
-def test_tiles_of_which_each_warpgroup_has_lists(block_size: tuple[int, int]) -> None:
-    for head_dim in (64, 96, 128):
-        tiles = choose(head_dim, block_size=block_size).tiles
-        assert (tiles.tile_m, tiles.tile_n) == (192, 64)
-        assert tiles.own_rows_nest_in(block_size)
-        assert choose(head_dim, block_size=block_size, mask_mod="key").tiles.tile_n > 64
-    for other in ({"score_mod": "key"}, {"q_start": "number"}, {"seqlen_q": 100}):
-        assert choose(128, block_size=block_size, **other).tiles.tile_m == 128
-
-
-LISTS = Case("lists", 1, 300, 400, blocks=(64, 64))
-
-
-@pytest.mark.parametrize(
-    "fields, owns",
-    [
-        ({}, (True, True)),
-        ({"blocks": (128, 64), "column": "random2", "window_left": 9}, (False, True)),
-        ({"blocks": (64, 128), "head_dim": 64}, (True, False)),
-        ({"blocks": (64, 192), "softcap": 1.0}, (True, False)),
-        ({"blocks": (32, 64)}, (False, False)),
-        ({"blocks": (64, 48)}, (False, False)),
-        ({"mask_mod": "documents"}, (False, False)),
-        ({"score_mod": "scale"}, (False, False)),
-        ({"head_dim": 160}, (False, False)),
-    ],
-)
-def test_which_kernels_have_lists_of_warpgroups(
-    fields: dict[str, Any], owns: tuple[bool, bool]
-) -> None:
-    """Forward and backward. Others get bits of them, as on Blackwell."""
-    case = replace(LISTS, **fields)
-    for direction, expected in zip(Direction, owns, strict=True):
-        call = call_of(case, direction)
-        for arch in ("sm_90a", "sm_100a"):
-            problem = planned(call, Target.named(arch)).problem
-            assert problem.lists_per_warpgroup == (expected and arch == "sm_90a")
-            assert not (
-                problem.lists_per_warpgroup and direction is Direction.FORWARD and problem.has_bits
-            )
-
-
-def test_other_blocks_change_no_tiles() -> None:
-    full = choose(64, seqlen_q=FULL_WAVES).tiles
-    assert choose(64, seqlen_q=FULL_WAVES, block_size=(64, 48)).tiles == full
-    assert not choose(64, block_size=(64, 48)).tiles.nest_in((64, 48))
-
-
 # -- packing ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("heads_q", "heads_kv", "seqlen_q", "pack_gqa", "expected"),
-    [
-        (8, 2, 1, None, 4),
-        (8, 2, 127, None, 4),
-        (8, 2, 128, None, 1),  # a whole tile of one head: nothing to gain
-        (8, 8, 1, None, 1),
-        (7, 1, 1, None, 1),  # 7 does not divide 64
-        (128, 1, 1, None, 1),
-        (64, 1, 1, None, 64),
-        (8, 2, 1, False, 1),
-        (8, 2, 5000, True, 4),
-        (8, 8, 5000, True, 1),
-    ],
-)
-def test_packing(
-    heads_q: int, heads_kv: int, seqlen_q: int, pack_gqa: bool | None, expected: int
-) -> None:
-    choice = choose(heads_q=heads_q, heads_kv=heads_kv, seqlen_q=seqlen_q, pack_gqa=pack_gqa)
-    assert choice.packed_heads == expected
-    assert ("share a tile" in choice.reason) == (expected > 1)
-
-
-@pytest.mark.parametrize(("pack_gqa", "heads_kv"), [(None, 2), (False, 2), (True, 8)])
-def test_masks_that_differ_in_a_group_keep_heads_apart(
-    pack_gqa: bool | None, heads_kv: int
-) -> None:
-    choice = choose(
-        heads_q=8, heads_kv=heads_kv, seqlen_q=1, pack_gqa=pack_gqa, unpackable="some_argument"
-    )
-    assert choice.packed_heads == 1
-    assert "share a tile" not in choice.reason
 
 
 def test_packing_them_is_refused() -> None:
@@ -534,13 +352,3 @@ def test_packing_them_is_refused() -> None:
 def test_packing_that_cannot_be_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="pack_gqa=True .*at most 64 .*got 65"):
         choose(heads_q=2 * 65, heads_kv=2, pack_gqa=True)
-
-
-@pytest.mark.parametrize("group", [3, 5, 7, 12, 64])
-def test_groups_of_any_size_are_packed(group: int) -> None:
-    heads = {"heads_q": 2 * group, "heads_kv": 2}
-    assert choose(**heads, pack_gqa=True).packed_heads == group
-    # rows of no head cost products, which only who waits for memory has to spare
-    by_itself = choose(**heads, seqlen_q=1).packed_heads
-    assert by_itself == (group if group == 64 else 1)
-    assert choose(**heads, seqlen_q=1, decode_rows=padded_group(group)).packed_heads == group

@@ -86,21 +86,6 @@ def test_there_is_room_for_the_tiles_of_any_documents(tile: tuple[int, int]) -> 
             assert int((-(-lengths // tile_m) * -(-lengths // tile_n)).sum()) <= most
 
 
-@pytest.mark.usefixtures("documents_packed")
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("short", 1, 512, 512, 4, 4, mask_mod="documents"),
-        Case("cross", 1, 700, 800, 4, 4, mask_mod="documents"),
-        Case("score_mod", 1, 700, 700, 4, 4, mask_mod="documents", score_mod="alibi"),
-        Case("columns", 1, 700, 700, 4, 4, mask_mod="documents", column="documents2"),
-    ],
-    ids=lambda case: case.id,
-)
-def test_what_is_not_packed(case: Case) -> None:
-    assert isinstance(choose(case)[1], EntryBitsPlan)
-
-
 def test_small_calls_are_not_packed() -> None:
     """2 x 4 x 5 blocks of 128 queries."""
     for least, packs in ((40 / TARGET.num_sms, True), (41 / TARGET.num_sms, False)):

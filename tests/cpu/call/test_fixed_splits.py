@@ -211,24 +211,6 @@ def test_documents_are_not_sequences() -> None:
 # -- who computes fixed splits ---------------------------------------------------------------------
 
 
-def test_shapes_choose_who_computes_segments() -> None:
-    kinds = {
-        name: plan_of(**call).problem.split for name, call in CALLS.items() if name != "longer"
-    }
-    assert kinds == {
-        "decode": PARALLEL_SPLITS,
-        "decode_of_many": SEQUENTIAL_SPLITS,
-        "verify": PARALLEL_SPLITS,
-        "chunk": PARALLEL_SPLITS,
-        "whole": SEQUENTIAL_SPLITS,
-        "full": SEQUENTIAL_SPLITS,
-        "short": ONE_FIXED_SPLIT,
-        "window": SEQUENTIAL_SPLITS,
-        "softcap": SEQUENTIAL_SPLITS,
-        "packed": SEQUENTIAL_SPLITS,
-    }
-
-
 @pytest.mark.shares(6)
 @pytest.mark.parametrize("queries", [1, 4, 64], ids="{}q".format)
 @pytest.mark.parametrize("in_pages", [False, True], ids=["contiguous", "pages"])
@@ -255,15 +237,11 @@ def test_each_way_compiles(
 
 
 def test_results_that_a_fold_of_others_does_not_have() -> None:
-    low = torch.empty(1, 8, 1)
-    for more in (
-        {"max_scores": low},
-        {"lse_low": low, "score_mod": nearer},
-        {"seqused_q": torch.ones(1, dtype=torch.int32)},
-    ):
-        assert plan_of(1, 20000, **more).problem.split == SEQUENTIAL_SPLITS
-    wide = torch.empty(1, 1, 8, 128)
+    """Who computes the splits of a call: plan rows with `cut-4096` and `cut-512`."""
+    wide, low = torch.empty(1, 1, 8, 128), torch.empty(1, 8, 1)
+    assert plan_of(1, 20000, max_scores=low).problem.split == SEQUENTIAL_SPLITS
     assert plan_of(1, 300, out=wide).problem.split == PARALLEL_SPLITS
+    assert plan_of(1, 300).problem.split == ONE_FIXED_SPLIT
     with pytest.raises(NotImplementedError, match="out in .*max_scores"):
         plan_of(1, 300, out=wide, max_scores=low)
     # the launch counts key blocks in 32 bits

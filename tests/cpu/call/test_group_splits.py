@@ -64,17 +64,6 @@ def test_few_work_tiles_are_split(call: tuple[int, int, int, int], least: int) -
     assert ("CTAs share the query heads" in choice.reason) is (splits > 1)
 
 
-@pytest.mark.parametrize("dim", [136, 160, 192, 256])
-def test_wide_heads_are_split_too(dim: int) -> None:
-    """64 key blocks of one KV head; in two parts, the longest walk would take all of the time."""
-    assert split(1, 8192, 8, 1, dim=dim).group_splits >= 4
-
-
-def test_full_attention_wants_whole_waves() -> None:
-    """32 key blocks of 8 heads: 4 parts are 128 of 132 SMs, 8 would be a second wave."""
-    assert split(1, 4096, 8, 1, is_causal=False).group_splits == 4
-
-
 def longest(rows: list[list[int]], together: int, ctas: int) -> int:
     """When the last CTA ends, if each takes the next work tile when it is done."""
     busy = [0] * ctas
@@ -101,12 +90,6 @@ def test_heads_in_turn_leave_no_tail(heads: int, blocks: int) -> None:
 
 def test_many_work_tiles_keep_their_order() -> None:
     assert alternating_heads(64, 64, SMS, lambda x, y, z: y if x else z) == 1
-
-
-def test_no_split_is_estimated_slower_than_none() -> None:
-    """What is left where nothing can be gained: the same as for one part."""
-    assert split(64, 4096, 8, 1, is_causal=False).group_splits == 1
-    assert split(1, 131072, 8, 1, left=128).group_splits == 1
 
 
 def test_a_call_without_sequences_is_not_split() -> None:

@@ -12,11 +12,11 @@ import pytest
 from compiled_code import NEEDS_DISASSEMBLER
 
 from bench.codegen_variants import VARIANTS, compile_variant
-from bench.machine_code import Code, Instruction, early_arrivals
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.machine_code import disassembly
 from flash_mask_cute.sm100 import umma
+from lab.machine_code import Code, Instruction, early_arrivals
 
 BLACKWELL = tuple(
     name for name in VARIANTS if name.startswith(("sm100-d", "sm103-d", "sm100-bwd", "sm103-bwd"))

@@ -156,19 +156,12 @@ def choose(case: Case, limits: Limits | None = None, **more: Any) -> tuple[Execu
 
 
 def test_bits_of_one_entry_or_of_all() -> None:
-    """One entry serves all unless the callable, or a list, tells them apart."""
-    _, bits_plan = choose(Case("same", 3, 300, 200, 4, 4, mask_mod="checks"))
-    assert bits_plan is not None and bits_plan.shape == (1, 3, 2, 128, 4)
-    assert bits_plan.num_bytes == 3 * 2 * (2048 + 4)
-    _, bits_plan = choose(Case("told", 3, 300, 200, 4, 4, mask_mod="documents"))
-    assert bits_plan is not None and bits_plan.shape == (3, 3, 2, 128, 4)
-    lists = BlockSparseTensorsTorch(
-        torch.zeros(3, 1, 3, dtype=torch.int32), torch.zeros(3, 1, 3, 2, dtype=torch.int32)
-    )
-    _, bits_plan = choose(
-        Case("lists", 3, 300, 200, 4, 4, mask_mod="checks"), block_sparse_tensors_torch=lists
-    )
-    assert bits_plan is not None and bits_plan.shape == (3, 3, 2, 128, 4)
+    """One entry serves all unless the callable tells them apart; rows of `mask-mod` and `ids` say
+    which calls have bits, and of which tiles."""
+    for mask_mod, entries in (("checks", 1), ("documents", 3)):
+        _, bits_plan = choose(Case("bits", 3, 300, 200, 4, 4, mask_mod=mask_mod))
+        assert bits_plan is not None and bits_plan.shape == (entries, 3, 2, 128, 4)
+    assert choose(Case("by-head", 1, 200, 200, 4, 4, mask_mod="eviction"))[1] is None
 
 
 def choose_bwd(case: Case, limits: Limits | None = None) -> tuple[Any, Any, AttentionCall]:
@@ -176,32 +169,6 @@ def choose_bwd(case: Case, limits: Limits | None = None) -> tuple[Any, Any, Atte
     call = call_of(case, Direction.BACKWARD)
     found = planned(call, TARGET, limits)
     return found, found.mask_bits, call
-
-
-def test_bits_of_a_backward_are_by_key() -> None:
-    """As many as of a forward: words that have 16 of them are stored two to a word."""
-    call, bits_plan, *_ = choose_bwd(Case("d128", 3, 300, 200, 4, 4, mask_mod="documents"))
-    assert (call.choice.tiles.tile_m, call.choice.tile_n) == (64, 128)
-    assert bits_plan is not None and bits_plan.shape == (3, 5, 2, 128, 2)
-    call, bits_plan, *_ = choose_bwd(Case("head", 3, 300, 200, 4, 4, mask_mod="eviction"))
-    assert bits_plan is None and call.problem.mask_mod is not None
-
-
-def test_tiles_are_those_of_a_kernel_that_reads() -> None:
-    """At d=64 a kernel that asks has smaller ones, and so has one that only reads lists."""
-    blocks = {"block_sparse_tensors_torch": one_list(128)}
-    case = Case("reads", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
-    for keywords in ({}, blocks):
-        call, bits_plan = choose(case, **keywords)
-        assert (call.choice.tiles.tile_m, call.choice.tiles.tile_n) == (192, 128)
-        assert bits_plan is not None and bits_plan.shape == (1, 2, 3, 192, 4)
-    for asks in (replace(case, mask_mod="eviction"), replace(case, mask_mod=None)):
-        call, bits_plan = choose(asks, **blocks)
-        assert bits_plan is None and call.choice.tiles.tile_m == 128
-    call, bits_plan, *_ = choose_bwd(case)
-    assert bits_plan is not None and call.choice.tiles.tile_m == 128
-    call, bits_plan, *_ = choose_bwd(replace(case, mask_mod="eviction"))
-    assert bits_plan is None and call.choice.tiles.tile_m == 64
 
 
 def test_explain_says_what_the_cpu_path_walks_instead() -> None:
@@ -240,23 +207,6 @@ def test_what_the_backward_passes_on() -> None:
     assert (aux_tensors, logical_of_main) == (None, None)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("few-heads", 1, 200, 200, 3, 3, mask_mod="checks"),
-        Case("packed", 1, 100, 200, 8, 2, mask_mod="checks", pack_gqa=True),
-        Case("varlen-k", seqlen_q=200, lengths_k=(200,), heads_q=4, mask_mod="checks"),
-        Case("varlen-by-head", lengths_q=(9,), lengths_k=(9,), heads_q=4, mask_mod="eviction"),
-        Case("used", 1, 200, 200, 4, 4, seqused_k=(100,), mask_mod="checks"),
-        Case("by-head", 1, 200, 200, 4, 4, mask_mod="eviction"),
-        Case("no-mask", 1, 200, 200, 4, 4, causal=True),
-    ],
-    ids=lambda case: case.id,
-)
-def test_where_nothing_is_stored(case: Case) -> None:
-    assert choose(case)[1] is None
-
-
 def test_packed_sequences() -> None:
     """Tiles for all sequences, each with a row of blocks that it may share with none."""
     lengths = {"lengths_q": (300, 0, 77), "lengths_k": (200, 9, 140), "heads_q": 4, "heads_kv": 4}
@@ -291,13 +241,6 @@ def test_packed_sequences() -> None:
         assert (choose(short, Limits(most))[1] is not None) == fits
     wide = replace(case, head_dim=256, head_dim_v=256)
     assert choose_bwd(wide)[0].choice.tiles.cta_pair and choose_bwd(wide)[1] is None
-
-
-def test_lists_by_head_are_asked_in_the_kernel() -> None:
-    counts = torch.zeros(1, 4, 2, dtype=torch.int32)
-    lists = BlockSparseTensorsTorch(counts, counts[..., None].repeat(1, 1, 1, 2))
-    case = Case("lists", 1, 200, 200, 4, 4, mask_mod="checks")
-    assert choose(case, block_sparse_tensors_torch=lists)[1] is None
 
 
 def test_there_must_be_room() -> None:

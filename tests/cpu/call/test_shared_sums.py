@@ -41,72 +41,15 @@ def pair_case(name: str, **more: Any) -> Case:
     return Case(name, **fields | {"heads_q": 4, "heads_kv": 4} | more)
 
 
-OWNED = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window_left": 20},
-    "sink": {"sink": FP32, "causal": True},
-    "gqa": {"heads_kv": 2},
-    "bits of a mask_mod": {"mask_mod": "documents", "seqlen_q": 140},
-    "d128": {"head_dim": 128},
-}
-ADDED = {
-    "one entry": {"batch": 1},
-    "wide": {"head_dim": 192},
-    "softcap": {"softcap": 10.0},
-    "used": {"seqused_k": (10, 20, 30)},
-    "intervals": {"column": "stepped2"},
-}
-
-
-@pytest.mark.parametrize("name", [*OWNED, *ADDED])
-def test_which_calls_have_an_owner(name: str) -> None:
-    fields = (OWNED | ADDED)[name]
-    case = pair_case(name, **fields)
-    for in_order in (False, True):
-        found = plan_of(case, deterministic=in_order)
-        table = len(found.problem.aux) - 1
-        if name in OWNED:
-            assert found.shared is not None and found.shared.numbers == (table,)
-            assert not found.problem.wants_aux and not found.problem.exact_aux
-        else:
-            assert found.shared is None and found.problem.wants_aux == (table,)
-
-
-def test_the_main_kernel_keeps_other_tensors() -> None:
-    found = plan_of(pair_case("both"), "pair_minus_slope", deterministic=True)
-    assert found.shared is not None and found.shared.numbers == (1,)
-    assert (found.problem.wants_aux, found.problem.exact_aux) == ((0,), (0,))
-
-
-@pytest.mark.parametrize(("name", "batch", "is_summed"), [
-    ("swin", 64, True), ("swin", 15, False), ("t5", 64, True), ("key_bias", 64, False),
-    ("query_gain", 64, False),
-])  # fmt: skip
-def test_tables_that_several_scores_of_an_entry_read(
-    name: str, batch: int, is_summed: bool
-) -> None:
-    """An addition to memory for a query and a key is worth a kernel if it stands for many."""
-    case = pair_case(name, batch=batch, seqlen_q=49, seqlen_k=49)
-    found = plan_of(case, name, deterministic=True)
-    if not is_summed:
-        assert found.shared is None and found.problem.wants_aux
-        return
-    assert found.shared is not None and not found.shared.once
-    assert found.shared.numbers == found.shared.exact and not found.problem.wants_aux
-
-
-@pytest.mark.parametrize(("head_dim", "is_summed"), [(32, True), (64, False), (128, False)])
-def test_distances_of_wide_heads_are_summed_along_lines(head_dim: int, is_summed: bool) -> None:
-    """The main kernel takes less time for that than this one for all scores again."""
-    case = pair_case("t5", batch=16, seqlen_q=300, seqlen_k=300, head_dim=head_dim)
-    found = plan_of(case, "t5")
-    assert (found.shared is not None) == is_summed
-    assert bool(found.problem.wants_aux) != is_summed
-
-
-def test_blackwell_has_no_owner() -> None:
-    assert plan_of(pair_case("blackwell"), target=BLACKWELL).shared is None
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_kernel_of_its_own_sums_a_table(in_order: bool) -> None:
+    """Which calls and tables have one: plan rows of the shapes `windows` and `pairs`."""
+    found = plan_of(pair_case("plain"), deterministic=in_order)
+    table = len(found.problem.aux) - 1
+    assert found.shared is not None and found.shared.numbers == (table,)
+    assert not found.problem.wants_aux and not found.problem.exact_aux
+    other = plan_of(pair_case("capped", softcap=10.0), deterministic=in_order)
+    assert other.shared is None and other.problem.wants_aux == (table,)
 
 
 @pytest.mark.parametrize("n", [64, 256, 384, 768, 8192])

@@ -7,9 +7,9 @@ from typing import Any
 import cutlass
 import pytest
 import torch
-from cases import FP32, Case
+from cases import Case
 from planned import planned
-from trained_mods import TRAINED_MODS, make_trained
+from trained_mods import TRAINED_MODS
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
@@ -34,57 +34,10 @@ def plan_of(target: Target = HOPPER, **more: Any) -> ExecutionPlan:
     return planned(short_case(**more), target, direction=Direction.BACKWARD, **keywords)
 
 
-SHORT = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window_left": 5, "window_right": 3},
-    "sink": {"sink": FP32},
-    "in order": {"deterministic": True},
-    "other lengths": {"seqlen_q": 9, "seqlen_k": 190},
-    "wide": {"head_dim": 128},
-}
-OTHERS = {
-    "long": {"seqlen_k": 193},
-    "few": {"batch": 3},
-    "groups": {"heads_kv": 1},
-    "lengths": {"seqused_k": (1, 2, 3, 4)},
-    "packed": {"lengths_q": (49,) * 4, "lengths_k": (49,) * 4},
-    "first positions": {"causal": True, "q_start": 5},
-    "block lists": {"blocks": (16, 16)},
-    "scores times a number": {"score_mod": "scale"},
-    "softcap": {"softcap": 10.0},
-    "mask_mod": {"mask_mod": "documents"},
-    "intervals": {"column": "stepped2"},
-    "more than 128 columns": {"head_dim": 136},
-    "tiles that were asked for": {"config": {"skip_blocks": True}},
-    "no room": {"seqlen_q": 192, "seqlen_k": 192, "head_dim": 128},
-    "no registers for dQ": {"seqlen_q": 192, "seqlen_k": 64, "head_dim": 128},
-}
-
-
-@pytest.mark.parametrize("name", [*SHORT, *OTHERS])
-def test_which_calls(name: str) -> None:
-    fields = (SHORT | OTHERS)[name]
-    assert plan_of(**fields).is_short == (name in SHORT)
-    assert not plan_of(BLACKWELL, **fields).is_short
-    assert LEAST_SHORT * SMS == 8
-
-
-def plan_of_table(name: str, **more: Any) -> ExecutionPlan:
-    given = make_trained(short_case(**more), name)
-    daux = [torch.empty_like(x) for x in given.aux_tensors]
-    return planned(given.inputs, HOPPER, direction=Direction.BACKWARD, daux=daux)
-
-
-def test_gradients_of_tables() -> None:
-    """Those that batch entries share are summed beside; of others, the main kernel knows more."""
-    for name, once in (("swin", ()), ("pair", (0,))):
-        found = plan_of_table(name)
-        assert found.is_short and found.shared is not None and found.tables is None
-        assert (found.shared.numbers, found.shared.once) == ((0,), once)
-        assert not found.problem.wants_aux
-    for name in ("key_bias", "slopes", "pair_minus_slope", "gain"):
-        assert not plan_of_table(name).is_short
+def test_which_calls() -> None:
+    """Of other calls: plan rows of the shapes `windows`, `windows-343` and `pairs`."""
+    assert plan_of().is_short and not plan_of(BLACKWELL).is_short
+    assert not plan_of(batch=3).is_short and LEAST_SHORT * SMS == 8
 
 
 def test_every_tile_has_its_statistics() -> None:

@@ -19,7 +19,7 @@ from flash_mask_cute import interface
 from flash_mask_cute.call.arguments import AttentionCall, Options
 from flash_mask_cute.call.execution_plan import ExecutionPlan, Splits
 from flash_mask_cute.call.splits import aligned_chunks
-from flash_mask_cute.core.stream_k import BY_ROWS, BY_STREAM_K, TILE_COST, StreamKChunks
+from flash_mask_cute.core.stream_k import BY_STREAM_K, TILE_COST, StreamKChunks
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
 
@@ -62,20 +62,6 @@ def test_arguments_on_their_way_have_the_same_default() -> None:
 
 
 @pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
-@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)
-def test_few_work_tiles(shape: tuple[int, ...], target: Target) -> None:
-    in_numbers = target == HOPPER and shape == FEW["decode"]
-    assert plan_of(shape, target).problem.split == (BY_ROWS if in_numbers else BY_STREAM_K)
-    assert plan_of(shape, target, num_splits=1).splits is None
-    assert plan_of(shape, target, num_splits=2).problem.split == BY_ROWS
-
-
-@pytest.mark.parametrize("shape", [(1, 511, 8, 2), (512, 4095, 1, 1), (4096, 4096, 8, 8)])
-def test_walks_too_short_or_enough_work_tiles(shape: tuple[int, ...]) -> None:
-    assert plan_of(shape).splits is None
-
-
-@pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
 def test_one_pass_beside_what_pieces_are_not_for(shape: tuple[int, ...]) -> None:
     """Nothing is refused, and tiles that the caller chose are those of one pass."""
     queries, _, heads, _ = shape
@@ -94,16 +80,6 @@ def test_one_pass_beside_what_pieces_are_not_for(shape: tuple[int, ...]) -> None
     assert pairs.splits is None and pairs.fwd_choice.tiles.cta_pair
     # a config that leaves all to the library chooses nothing
     assert plan_of(shape, config={"tile_m": None}) == plan_of(shape)
-
-
-def test_mask_bits_rather_than_splits() -> None:
-    """Of decoding, keys are waited for; of more queries, the results of a mask_mod."""
-    prefill, decode = FEW["prefill"], (1, 8192, 8, 8)
-    assert plan_of(prefill, mask_mod=below).mask_bits is not None
-    assert plan_of(prefill, mask_mod=below) == plan_of(prefill, mask_mod=below, num_splits=1)
-    assert plan_of(decode, mask_mod=below).problem.split == BY_STREAM_K
-    # too few heads to share mask bits
-    assert plan_of((512, 8192, 2, 2), mask_mod=below).problem.split == BY_STREAM_K
 
 
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)

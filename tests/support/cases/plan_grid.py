@@ -10,6 +10,7 @@ from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import torch
+from plan_edges import BACKWARD, FORWARD, edges
 from planned import backward_call, forward_call
 from torch import Tensor
 
@@ -31,6 +32,17 @@ class Shape(NamedTuple):
     heads_kv: int
     head_dim: int
     head_dim_v: int
+
+    @staticmethod
+    def named(name: str) -> Shape:
+        """Of SHAPES and LONG, or as `plan_edges` writes extents."""
+        known = SHAPES | LONG
+        if name in known:
+            return known[name]
+        *extents, heads, dims = name.split("x")
+        of_q, of_kv = heads.split("/")
+        d, _, dv = dims.partition("/")
+        return Shape(*map(int, (*extents, of_q, of_kv, d, dv or d)))
 
     @property
     def q(self) -> tuple[int, ...]:
@@ -144,6 +156,10 @@ def _by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return (q - k + h) % 2 == 0
 
 
+def _has_key(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return aux[1][b[0], k[0]] != 0
+
+
 def _ids(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return aux[0][b[0], q[0]] == aux[0][b[0], k[0]]
 
@@ -174,11 +190,23 @@ def _score_mod(name: str) -> Callable[[Shape], Options]:
     return lambda x: {"score_mod": mod, "aux_tensors": aux(x) or None}
 
 
-def _lists(x: Shape) -> Options:
-    blocks = 1, 1, -(-x.seqlen_q // 128)
-    index = *blocks, -(-x.seqlen_k // 128)
+def _lists(x: Shape, block: tuple[int, int] = (128, 128)) -> Options:
+    blocks = 1, 1, -(-x.seqlen_q // block[0])
+    index = *blocks, -(-x.seqlen_k // block[1])
     tensors = _int32(*blocks), _int32(*index), _int32(*blocks), _int32(*index)
-    return {"block_sparse_tensors_torch": BlockSparseTensorsTorch(*tensors, (128, 128))}
+    return {"block_sparse_tensors_torch": BlockSparseTensorsTorch(*tensors, block)}
+
+
+def _selected(x: Shape, block: int = 64, heads: int | None = None) -> Options:
+    heads = x.heads_kv if heads is None else heads
+    chosen = _int32(x.batch, heads, x.seqlen_q, 8)
+    return {"block_sparse_tensors_torch": SelectedBlocks(chosen, block)}
+
+
+def _pair_with(dtype: torch.dtype, x: Shape, **more: Any) -> Options:
+    """A bias of all pairs that batch entries share, of this dtype, and a mask_mod of keys."""
+    aux = [empty(x.heads_q, x.seqlen_q, x.seqlen_k, dtype=dtype), _int32(x.batch, x.seqlen_k)]
+    return {"score_mod": _pair, "aux_tensors": aux, **more}
 
 
 def _columns(mask: Any, x: Shape) -> Options:
@@ -207,9 +235,7 @@ COMMON: Mapping[str, Callable[[Shape], Options]] = {
         ColumnMask(_int32(1, 1, x.seqlen_k, 1), True, documents=True), x
     ),
     "lists": _lists,
-    "selected": lambda x: {
-        "block_sparse_tensors_torch": SelectedBlocks(_int32(x.batch, x.heads_kv, x.seqlen_q, 8), 64)
-    },
+    "selected": _selected,
     "mask-mod": lambda x: {"mask_mod": _same_parity},
     "mask-mod-by-head": lambda x: {"mask_mod": _by_head},
     "ids": lambda x: {"mask_mod": _ids, "aux_tensors": [_int32(x.batch, x.seqlen_k)]},
@@ -258,6 +284,36 @@ BACKWARD_ONLY: Mapping[str, Callable[[Shape], Options]] = {
     "common-keys": lambda x: {**_lengths("q", x), "shared_keys": True},
     "group-splits": lambda x: {"config": {"group_splits": 2}},
 }
+
+
+# Of edges alone; `_option` makes others by a number in their names.
+OF_EDGES: Mapping[str, Callable[[Shape], Options]] = {
+    "packed": lambda x: {"pack_gqa": True},
+    "ctas-2": lambda x: {"config": {"cta_pair": True}},
+    "ctas-1": lambda x: {"config": {"cta_pair": False}},
+    "no-skips": lambda x: {"config": {"skip_blocks": False}},
+    "stages": lambda x: {"config": {"num_stages": 2}},
+    "selected-by-head": lambda x: _selected(x, 128, x.heads_q),
+    "selected-shared": lambda x: _selected(x, 128, 1),
+    "pair-fp32": lambda x: _pair_with(torch.float32, x),
+    "pair-uint8": lambda x: _pair_with(torch.uint8, x),
+    "pair-bool": lambda x: _pair_with(torch.bool, x),
+    "pair-int64": lambda x: _pair_with(torch.int64, x),
+    "pair-keys": lambda x: _pair_with(torch.float32, x, mask_mod=_has_key),
+}
+
+
+def _option(name: str, known: Mapping[str, Callable[[Shape], Options]], x: Shape) -> Options:
+    """Of a table, or with numbers in its name: lists-64x48, selected-16, left-511, splits-2."""
+    if name in known:
+        return known[name](x)
+    kind, _, numbers = name.partition("-")
+    sizes = [int(n) for n in numbers.split("x")]
+    if kind == "lists":
+        return _lists(x, (sizes[0], sizes[1]))
+    if kind == "selected":
+        return _selected(x, sizes[0])
+    return {{"left": "window_size_left", "splits": "num_splits"}[kind]: sizes[0]}
 
 
 def _packed(name: str, given: Any) -> Any:
@@ -310,10 +366,11 @@ def make_call(shape: Shape, direction: Direction, options: list[Options]) -> Att
 
 def _planned(direction: Direction, shape: str, *names: str) -> PlannedCall:
     known = {**COMMON, **(FORWARD_ONLY if direction is Direction.FORWARD else BACKWARD_ONLY)}
-    extents = (SHAPES | LONG)[shape]
+    known = {**OF_EDGES, **known}
+    extents = Shape.named(shape)
     return PlannedCall(
         *(shape, names, direction),
-        lambda: make_call(extents, direction, [known[name](extents) for name in names]),
+        lambda: make_call(extents, direction, [_option(name, known, extents) for name in names]),
     )
 
 
@@ -356,3 +413,5 @@ def grid() -> Iterator[PlannedCall]:
     for shape, name in product(TRAINED_SHAPES, TRAINED):
         for more in (("in-order",), ("causal",), ("causal", "in-order"), ("mask-mod", "causal")):
             yield _planned(Direction.BACKWARD, shape, *(x for x in more if x != name), name)
+    for direction, text in ((Direction.FORWARD, FORWARD), (Direction.BACKWARD, BACKWARD)):
+        yield from (_planned(direction, *names) for names in edges(text))

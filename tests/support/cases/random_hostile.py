@@ -342,13 +342,14 @@ class HostileCall:
             shown &= ~hidden_by_columns(of_head, seqlen_q, self.frame.causal)
         return shown
 
-    def modified(self, score: Tensor, batch: int, head: int) -> Tensor:
-        """A float32 score (seqlen_q, seqlen_k) after score_mod."""
+    def modify(self, scores: Tensor, batch: int, head: int) -> Tensor:
+        """Scores (seqlen_q, seqlen_k) after score_mod, which gets and returns float32."""
         if self.frame.score_mod is None:
-            return score
-        q = torch.arange(score.shape[0], device=score.device)[:, None]
-        k = torch.arange(score.shape[1], device=score.device)[None]
-        return SCORE_MODS[self.frame.score_mod].dense(score, batch, head, q, k, self.aux)
+            return scores
+        q = torch.arange(scores.shape[0], device=scores.device)[:, None]
+        k = torch.arange(scores.shape[1], device=scores.device)[None]
+        mod = SCORE_MODS[self.frame.score_mod].dense
+        return mod(scores.float(), batch, head, q, k, self.aux).to(scores.dtype)
 
     def describe(self) -> str:
         shapes = [f"{tuple(x.shape)} strides {x.stride()}" for x in (self.q, self.k, self.v)]

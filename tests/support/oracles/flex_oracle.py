@@ -6,14 +6,15 @@ Nothing here uses the package.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from flex_catalogue import Extents, Made, Mod
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch_oracle import dense_attention
 
 FP64 = torch.float64
 
@@ -98,22 +99,14 @@ def attention(
     LSE of a row that sees nothing is -inf, and its output 0.
     """
     q, k, v = (x.detach().to(FP64).requires_grad_() for x in qkv)
-    group = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ wide_k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     trained = () if score is None else score.trained
-    if score is not None:
-        scores = dense_scores(score.mod, scores)
-    if mask is not None:
-        seen = dense_mask(mask.mod, Extents(*scores.shape))
-        scores = scores.masked_fill(~seen, float("-inf"))
-    dead = (scores == float("-inf")).all(-1, keepdim=True)
-    lse = scores.masked_fill(dead, 0.0).logsumexp(-1, keepdim=True)
-    out = (scores - lse).exp() @ wide_v
-    lse = lse.masked_fill(dead, float("-inf")).squeeze(-1)
+    modify = None if score is None else partial(dense_scores, score.mod)
+    extents = Extents(*q.shape[:3], k.shape[2])
+    seen = None if mask is None else dense_mask(mask.mod, extents)
+    out, lse = dense_attention(q, k, v, seen, scale=scale, modify=modify)
     ends, grads = [out], [dout.to(FP64)]
     if dlse is not None:
-        ends, grads = [out, lse.masked_fill(dead.squeeze(-1), 0.0)], [*grads, dlse.to(FP64)]
+        ends, grads = [out, lse.masked_fill(lse.isneginf(), 0.0)], [*grads, dlse.to(FP64)]
     gradients = torch.autograd.grad(ends, (q, k, v, *trained), grads, allow_unused=True)
     return Expected(
         out.detach(),

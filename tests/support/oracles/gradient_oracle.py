@@ -77,20 +77,30 @@ def _float64_gradients(
     # the last mode: the gradient, and the squares
     pairs = _zeros(inputs, FP64, (2,))
     for x, of_sequence, dout_i, dlse_i in _backward_sequences(inputs, pairs, dout, dlse):
-        for head_idx in range(x.q.shape[1]):
-            found = _head_gradients(x, rule, head_idx, dout_i[:, head_idx], dlse_i[head_idx])
-            head_kv_idx = head_idx // x.group
-            places = [
-                of_sequence["dq"][:, head_idx],
-                of_sequence["dk"][:, head_kv_idx],
-                of_sequence["dv"][:, head_kv_idx],
-            ]
-            if "dsink" in names:
-                places.append(of_sequence["dsink"][head_idx])
-            for place, *pair in zip(places, *found, strict=True):
-                place += torch.stack(pair, dim=-1)
+        add_gradients(x, rule, of_sequence, dout_i, dlse_i)
     gradients, squares = ({name: pairs[name][..., i] for name in names} for i in (0, 1))
     return gradients, squares
+
+
+def add_gradients(
+    x: OneSequence, rule: Rule, pairs: Mapping[str, Tensor], dout: Tensor, dlse: Tensor
+) -> None:
+    """Add those of a sequence to pairs: "dq" and the others in float64, the last mode the gradient
+    and the sum of squares. dout (seqlen_q, heads_q, d_v), dlse (heads_q, seqlen_q)."""
+    for head_idx in range(x.q.shape[1]):
+        found = _head_gradients(x, rule, head_idx, dout[:, head_idx], dlse[head_idx])
+        of_kv = head_idx // x.group
+        places = [pairs["dq"][:, head_idx], pairs["dk"][:, of_kv], pairs["dv"][:, of_kv]]
+        if "dsink" in pairs:
+            places.append(pairs["dsink"][head_idx])
+        for place, *pair in zip(places, *found, strict=True):
+            place += torch.stack(pair, dim=-1)
+
+
+def unit_of(name: str, value: Tensor, squares: Tensor) -> Tensor:
+    """What errors of a gradient are measured in: see `assert_gradients_close`."""
+    unit = torch.maximum(squares.sqrt(), value.abs())
+    return unit if name == "dsink" else unit.amax(dim=-1, keepdim=True).expand_as(value)
 
 
 def _head_gradients(
@@ -100,10 +110,13 @@ def _head_gradients(
     head = Head.create(x, rule, head_idx).as_leaves()
     raw, scores = head.scores(x, rule, head_idx)
     (stretch,) = torch.autograd.grad(scores.sum(), raw, retain_graph=True)
-    scores = scores.masked_fill(x.hidden(rule, head_idx), NEG_INF)
-    out, lse, probabilities = head.attend(scores)
+    stretch = stretch.abs().clamp(min=rule.least_slope)
+    hidden = x.hidden(rule, head_idx)
+    out, lse, probabilities = head.attend(scores.masked_fill(hidden, NEG_INF))
     leaves = [y for y in head if y is not None]
-    dout, dlse = dout.double(), dlse.double()
+    # what sees nothing has no gradient, whatever is given
+    dout = torch.where(hidden.all(1)[:, None], 0.0, dout.double())
+    dlse = torch.where(lse.isneginf(), 0.0, dlse.double())
     gradients = torch.autograd.grad((out, lse), leaves, (dout, dlse))
 
     with torch.no_grad():
@@ -199,9 +212,7 @@ def assert_gradients_close(
         assert gradient is not None, f"{label} is None"
         assert (gradient.dtype, gradient.shape) == (x.dtype, x.shape), f"{label}: {gradient.dtype}"
         assert not gradient.isnan().any(), f"{label}: NaN"
-        unit = torch.maximum(squares[name].sqrt(), expected.abs())
-        if name != "dsink":
-            unit = unit.amax(dim=-1, keepdim=True).expand_as(expected)
+        unit = unit_of(name, expected, squares[name])
         has_terms = unit > 0
         smallest = max(least, torch.finfo(gradient.dtype).smallest_normal)
         unit = torch.where(has_terms, unit.clamp(min=smallest), unit)

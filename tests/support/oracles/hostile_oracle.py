@@ -1,6 +1,6 @@
-"""What a hostile call should give, in float64, dense and by autograd, and how close it has to be.
+"""What a hostile call should give, by the oracle of all tests, and how close it has to be.
 
-As in `oracle`, nothing here uses the package: visible pairs come from `HostileCall.visible`.
+Visible pairs come from `HostileCall.visible`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import FP64
-from gradient_oracle import FLUSHED
-from oracle import NEG_INF, sequences
+from gradient_oracle import FLUSHED, add_gradients, unit_of
+from oracle import NEG_INF, OneSequence, Rule, reference_sequence, sequences
 from random_hostile import HostileCall
 from tolerances import TANH_APPROX
 from torch import Tensor
@@ -64,6 +64,10 @@ class Right:
 def right(call: HostileCall) -> Right:
     """What the call should give."""
     q, k, v, sink = call.q, call.k, call.v, call.keywords["learnable_sink"]
+    cap = call.keywords["softcap"]
+    # The slope of a cap is 1 - tanh^2, and off by 2 * TANH_APPROX on a GPU whatever its size.
+    least_slope = LEAST_SLOPE if cap and q.is_cuda else 0.0
+    rule = Rule(call.softmax_scale(), softcap=cap, sink=sink, least_slope=least_slope)
     dlse_by_row = call.dlse.transpose(-1, -2)
     out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=FP64, device=q.device)
     lse_by_row = torch.full(q.shape[:-1], NEG_INF, dtype=FP64, device=q.device)
@@ -75,84 +79,16 @@ def right(call: HostileCall) -> Right:
     }
     like_q = (q, call.dout, dlse_by_row, out, lse_by_row, rows, pairs["dq"])
     slots = sequences(like_q, (k, v, pairs["dk"], pairs["dv"]), **call.keywords)
-    for batch, (of_q, of_k) in enumerate(slots):
-        of_q[5].fill_(True)
-        for head in range(q.shape[-2]):
-            kv_head = head * k.shape[-2] // q.shape[-2]
-            given = [x[:, head] for x in of_q[:3]] + [x[:, kv_head] for x in of_k[:2]]
-            found = _head(call, batch, head, *given)
-            of_q[3][:, head], of_q[4][:, head] = found[:2]
-            places = [of_q[6][:, head], of_k[2][:, kv_head], of_k[3][:, kv_head]]
-            if sink is not None:
-                places.append(pairs["dsink"][head])
-            for place, pair in zip(places, found[2], strict=True):
-                place += pair
-    return Right(out, lse_by_row, rows, {name: _unit(name, x) for name, x in pairs.items()})
-
-
-def _unit(name: str, pair: Tensor) -> tuple[Tensor, Tensor]:
-    value, squares = pair.unbind(-1)
-    unit = torch.maximum(squares.sqrt(), value.abs())
-    return value, unit if name == "dsink" else unit.amax(-1, keepdim=True).expand_as(value)
-
-
-def _head(
-    call: HostileCall,
-    batch: int,
-    head: int,
-    q: Tensor,
-    dout: Tensor,
-    dlse: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out, lse, and pairs of gradients and squares of their terms, of one head of a sequence."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    sink = call.keywords["learnable_sink"]
-    if sink is not None:
-        leaves.append(sink[head].detach().double().requires_grad_())
-    q, k, v = leaves[:3]
-    shown = call.visible(batch, head, q.shape[0], k.shape[0])
-    raw = q @ k.T * call.softmax_scale()
-    cap = call.keywords["softcap"]
-    scores = cap * torch.tanh(raw / cap) if cap else raw
-    if call.frame.score_mod is not None:
-        # what a score_mod gets and returns is float32
-        scores = call.modified(scores.float(), batch, head).double()
-    (stretch,) = torch.autograd.grad(scores.sum(), raw, retain_graph=True)
-    if cap and q.is_cuda:
-        # The slope of a cap is 1 - tanh^2, and off by 2 * TANH_APPROX on a GPU whatever its size:
-        # less than `GPU` allows of a slope of this size.
-        stretch = stretch.abs().clamp(min=LEAST_SLOPE)
-    of_sink = scores.new_full((len(q), 1), NEG_INF) if sink is None else leaves[3].expand(len(q), 1)
-    terms = torch.cat([of_sink, scores.masked_fill(~shown, NEG_INF)], 1)
-    has_terms = ~terms.isneginf().all(1)
-    terms = torch.where(has_terms[:, None], terms, 0.0)
-    probabilities = torch.where(has_terms[:, None], torch.softmax(terms, 1), 0.0)
-    lse = torch.logsumexp(terms, 1)
-    out = probabilities[:, 1:] @ v
-    # what sees nothing has no gradient, whatever is given
-    dout = torch.where(shown.any(1)[:, None], dout.double(), 0.0)
-    dlse = torch.where(has_terms, dlse.double(), 0.0)
-    found = torch.autograd.grad((out, lse), leaves, (dout, dlse), allow_unused=True)
-    with torch.no_grad():
-        p = probabilities[:, 1:].square()
-        dp = _sum_and_terms(dout, v.T)
-        delta = _sum_and_terms(dout[:, None], out[..., None])[:, 0] + dlse[:, None].square()
-        ds = p * (dp + delta) * (stretch * call.softmax_scale()).square()
-        squares = [ds @ k.square(), ds.T @ q.square(), p.T @ dout.square()]
-        if sink is not None:
-            squares.append((probabilities[:, :1].square() * delta).sum())
-        pairs = [
-            torch.stack([torch.zeros_like(x) if gradient is None else gradient, square], -1)
-            for x, gradient, square in zip(leaves, found, squares, strict=True)
-        ]
-    return out.detach(), torch.where(has_terms, lse, NEG_INF).detach(), pairs
-
-
-def _sum_and_terms(a: Tensor, b: Tensor) -> Tensor:
-    """The square of a @ b plus the squares of the terms of its sums."""
-    return (a @ b).square() + a.square() @ b.square()
+    for batch, ((q, dout, dlse, of_out, of_lse, used, dq), (k, v, dk, dv)) in enumerate(slots):
+        used.fill_(True)
+        x = OneSequence(q, k, v, batch, call)
+        found, lse = reference_sequence(x, rule)
+        of_out.copy_(found)
+        of_lse.copy_(lse.T)
+        add_gradients(x, rule, pairs | {"dq": dq, "dk": dk, "dv": dv}, dout, dlse.T)
+    gradients = {name: x.unbind(-1) for name, x in pairs.items()}
+    units = {name: (value, unit_of(name, value, y)) for name, (value, y) in gradients.items()}
+    return Right(out, lse_by_row, rows, units)
 
 
 # -- how close -----------------------------------------------------------------------------------

@@ -27,12 +27,15 @@ class Dense(Protocol):
 
 
 class Rule(NamedTuple):
+    """least_slope: of what softcap and a score_mod make of scores, for the units of errors."""
+
     softmax_scale: float
     causal: bool = False
     window_left: int | None = None
     window_right: int | None = None
     softcap: float = 0.0
     sink: Tensor | None = None
+    least_slope: float = 0.0
 
 
 class OneSequence(NamedTuple):

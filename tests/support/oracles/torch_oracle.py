@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,21 +16,26 @@ class Dense(NamedTuple):
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, bias: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | None = None, modify: Callable[[Tensor], Tensor] | None = None,
 ) -> Dense:  # fmt: skip
     """q (..., heads, L, E), k (..., heads_kv, S, E), v (..., heads_kv, S, Ev); visible and bias
-    broadcast to (..., heads, L, S). Rows that see nothing are 0, their LSE is -inf."""
+    broadcast to (..., heads, L, S), and modify is a function of all scores. Rows that see nothing
+    are 0, their LSE is -inf."""
     q, k, v = q.double(), k.double(), v.double()
     if q.dim() > 2 and k.shape[-3] not in (1, q.shape[-3]) and q.shape[-3] > 1:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias.double()
+    if modify is not None:
+        scores = modify(scores)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     is_empty = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
-    return Dense(weights @ v, scores.detach().logsumexp(-1))
+    filled = scores.masked_fill(is_empty, 0.0)
+    lse = filled.logsumexp(-1, keepdim=True)
+    weights = (filled - lse).exp().masked_fill(is_empty, 0.0)
+    return Dense(weights @ v, lse.masked_fill(is_empty, -torch.inf).squeeze(-1))
 
 
 def band(
