@@ -184,9 +184,9 @@ def compile_variant(name: str) -> Built:
         walk=WalkFacts(
             variant.window, variant.block_size, variant.decode_rows, variant.selected_block
         ),
-        spec=arch_spec(target),
+        spec=arch_spec(target).of(problem),
     ).tiles
-    fields = tiles.arguments(arch_spec(target).forward)
+    fields = tiles.arguments(arch_spec(target).of(problem).forward)
     return Built(build_fwd(problem, tiles, target, variant.mods), fields)
 
 
@@ -275,6 +275,25 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"d{d}-columns1", _variant(d, is_causal=True, intervals=(1, True))
     yield "d512-mask_mod", _variant(512, Mods(mask_mod=sees_prefix))
     yield "d512-score_mod", _variant(512, Mods(score_mod=nears), is_causal=True)
+
+
+def _statistics() -> Iterator[tuple[str, AttentionVariant]]:
+    """All statistics of a walk, of blocks of a query and its heads or of many queries; of keys
+    alone with exact sums; of few rows."""
+    names = "key_sums", "entropy", "block_sums", "block_maxima"
+    for d in (64, 96, 128, 192, 256):
+        keys = 64 if d == 256 else 128
+        all_of: dict[str, Any] = {"statistics": names, "statistics_block": (4, keys, True)}
+        yield f"statistics-d{d}-full", _variant(d, packed_heads=GROUP, **all_of)
+        all_of["statistics_block"] = 16, keys, False
+        yield f"statistics-d{d}-causal", _variant(d, is_causal=True, **all_of)
+        exact = _variant(d, is_causal=True, deterministic=True, statistics=names[:1])
+        yield f"statistics-d{d}-exact", exact
+    for mods in (Mods(mask_mod=sees_prefix), Mods(score_mod=nears)):
+        kind = "mask_mod" if mods.mask_mod else "score_mod"
+        yield f"statistics-d128-{kind}", _variant(128, mods, statistics=names)
+    few = _variant(128, packed_heads=GROUP, statistics=names[:1])
+    yield "statistics-decode-d128", replace(few, decode_rows=GROUP)
 
 
 def _selections() -> Iterator[tuple[str, AttentionVariant]]:
@@ -550,4 +569,5 @@ VARIANTS: dict[str, Variant] = {
     **dict(_preparing()),
     **dict(_decoding()),
     **dict(_selections()),
+    **dict(_statistics()),
 }

@@ -72,8 +72,8 @@ class BlockSparseTensorsTorch(NamedTuple):
     for; `create_block_mask` sets it, and a call with other lengths is refused. None: not known.
 
     mask_mod: the mask that the lists were made of, as `create_block_mask` sets it. `flex_attention`
-    evaluates it in partial blocks; the other functions take a mask_mod of their own. A pickled or
-    deep copy has none.
+    evaluates it in partial blocks; the other functions take a mask_mod of their own. Pickling and
+    deep copies drop it.
 
     Example:
         >>> import torch

@@ -15,11 +15,10 @@ from torch import Tensor
 from flash_mask_cute.autograd.attend import scale_number, with_cute_mods
 from flash_mask_cute.autograd.mod_names import Mod
 from flash_mask_cute.call.arguments import (
-    NO_LENGTHS,
     AttentionCall,
-    CallLengths,
     Options,
     Tensors,
+    lengths_of,
     masks_of,
     window_sides,
 )
@@ -49,27 +48,25 @@ def attention_statistics(
     """Reduce the probabilities P = exp(score - lse) of attention, in one walk over q k^T.
 
     q, k and the keywords of masks and scores are those of the `flash_attn_func` that returned lse,
-    fp32 (batch, heads_q, seqlen_q), natural log. If lse contains a sink, a row of P sums up to less
-    than 1. reduce is a name of a field of the result, or a list of names:
+    fp32 (batch, heads_q, seqlen_q), natural log, which has its sink. Results are fp32, without a
+    gradient. reduce: names of those that are wanted, one or a list.
 
-    key_sums (batch, heads_kv, seqlen_k): P summed over the queries and the heads of a group.
-    entropy (batch, heads_q, seqlen_q): minus the sum of p ln p over the keys.
+    key_sums (batch, heads_kv, seqlen_k): P summed over queries and the heads of a group.
+    entropy (batch, heads_q, seqlen_q): minus the sum of p ln p over keys.
     block_sums (batch, heads_kv, queries / m, keys / n), rounded up: P summed over a block of
     block_size = (m, n) scores and the heads of a group; m is 1 or a multiple of 64, n 64 or 128.
     block_maxima: like block_sums, the largest p.
 
-    All results are fp32, and have no gradient. A key that no query sees has a sum of 0, and a row
-    that sees nothing an entropy of 0. p has a relative error of abs(lse) * 2^-24 by the rounding of
-    lse. On a GPU the last bits of key_sums differ from call to call unless deterministic=True; the
-    other results have equal bits in equal calls.
+    p has a relative error of abs(lse) * 2^-24 by the rounding of lse. On a GPU the last bits of
+    key_sums differ from call to call, unless deterministic=True. Other bits are always equal.
 
     Method: H2O (Zhang et al. 2023) and SnapKV (Li et al. 2024) evict keys by key_sums. P from LSE
     is that of FlashAttention's backward (Dao 2023).
 
     Raises:
         TypeError, ValueError, NotImplementedError: before any launch; the message names argument
-            and value. Not supported: k in fp8, `SelectedBlocks`, scratch memory of block_sums or
-            block_maxima above 2^31 bytes; on a GPU head_dim above 256, and Blackwell.
+            and value. Not supported: k in fp8, `SelectedBlocks`; on a GPU Blackwell, head_dim above
+            256, scratch memory of blocks above 2^31 bytes.
 
     Example:
         >>> import torch
@@ -82,14 +79,12 @@ def attention_statistics(
     """
     if unknown:
         refuse_keywords("attention_statistics", unknown)
-    q_starts, start = split_q_start(q_start)
-    lengths = NO_LENGTHS if q_starts is None else CallLengths(q_starts=q_starts)
-    options = Options(
-        scale_number(softmax_scale), causal, *window_sides(window_size), softcap, q_start=start
-    )
-    masks = masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices)
-    request = StatisticsRequest.of(reduce, block_size, deterministic)
-    return _reduced(AttentionCall(Tensors(q, k, k, lengths=lengths), masks, options), lse, request)
+    return attention_statistics_varlen(
+        q, k, lse, reduce, block_size=block_size, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, score_mod=score_mod, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, block_sparse_tensors=block_sparse_tensors,
+        startend_row_indices=startend_row_indices, q_start=q_start, deterministic=deterministic,
+    )  # fmt: skip
 
 
 @public_call
@@ -129,22 +124,18 @@ def attention_statistics_varlen(
     """
     if unknown:
         refuse_keywords("attention_statistics_varlen", unknown)
-    q_starts, start = split_q_start(q_start)
-    lengths = CallLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_starts=q_starts)
-    options = Options(
-        scale_number(softmax_scale), causal, *window_sides(window_size), softcap, max_seqlen_q,
-        max_seqlen_k, q_start=start,
-    )  # fmt: skip
-    masks = masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices)
-    request = StatisticsRequest.of(reduce, block_size, deterministic)
-    return _reduced(AttentionCall(Tensors(q, k, k, lengths=lengths), masks, options), lse, request)
-
-
-def _reduced(call: AttentionCall, lse: Tensor, request: StatisticsRequest) -> AttentionStatistics:
     if torch.compiler.is_compiling():
         raise NotImplementedError("attention_statistics is not supported inside torch.compile")
     refuse_transforms()
-    if call.masks is not None:
-        masks = call.masks.with_own_mod()
+    q_starts, start = split_q_start(q_start)
+    given = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, q_starts
+    options = Options(
+        scale_number(softmax_scale), causal, *window_sides(window_size), softcap, max_seqlen_q,
+        max_seqlen_k, start,
+    )  # fmt: skip
+    masks = masks_of(score_mod, mask_mod, aux_tensors, block_sparse_tensors, startend_row_indices)
+    call = AttentionCall(Tensors(q, k, k, lengths=lengths_of(*given)), masks, options)
+    if masks is not None:
+        masks = masks.with_own_mod()
         call = with_cute_mods(call._replace(masks=masks), masks)
-    return run_statistics(call, lse, request)
+    return run_statistics(call, lse, StatisticsRequest.of(reduce, block_size, deterministic))

@@ -131,6 +131,11 @@ def alterations(seed: int, count: int) -> list[Alteration]:
     return random.Random(seed).sample(places, count)
 
 
+def altered(alteration: Alteration, text: str) -> str:
+    """The text of its file with it."""
+    return text[: alteration.begin] + alteration.new + text[alteration.end :]
+
+
 def _python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     support = [folder / "tests", *(folder / "tests" / "support").iterdir()]
     environment = os.environ | {
@@ -197,9 +202,7 @@ def main() -> int:
         for alteration in chosen:
             path = folder / alteration.file
             text = path.read_text()
-            changed = text[: alteration.begin] + alteration.new + text[alteration.end :]
-            compile(changed, str(path), "exec")
-            path.write_text(changed)
+            path.write_text(altered(alteration, text))
             begin = time.monotonic()
             tests = [] if given.rows_only else given.tests
             by = noticed(folder, tests, not given.tests_of)

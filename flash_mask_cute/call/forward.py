@@ -54,7 +54,7 @@ def compile_fwd(
     `function` takes the operands of the table `FORWARD` but the stream, by position; None for what
     the problem does not have. q_start: a tensor, or a number, where -1 is the end.
     """
-    name = arch_spec(target).kernel_of(problem).cache_name
+    name = arch_spec(target).of(problem).forward.cache_name
     return cached_attention(
         name, problem, tiles, target, lambda: build_fwd(problem, tiles, target, mods), cache
     )
@@ -88,7 +88,7 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` reports."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    of_arch = arch_spec(target).kernel_of(problem)
+    of_arch = arch_spec(target).of(problem).forward
     kernel = of_arch.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,

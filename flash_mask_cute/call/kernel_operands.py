@@ -188,14 +188,11 @@ def _statistics(x: AttentionProblem) -> Any:
     """Destination of statistics (`StatisticsTensors`)."""
     import cutlass
 
-    exact = x.deterministic
-    shapes = {
-        "key_sums": strided(_rank_k(x) - 1 + exact, "int64" if exact else "float32"),
-        "entropy": strided(_rank_q(x), "float32"),
-        "block_sums": strided(4, "float32"),
-        "block_maxima": strided(4, "float32"),
-    }
-    given = (y if name in x.statistics else None for name, y in shapes.items())
+    exact, of_blocks = x.deterministic, strided(4, "float32")
+    of_keys = strided(_rank_k(x) - 1 + exact, "int64" if exact else "float32")
+    names = "key_sums", "entropy", "block_sums", "block_maxima"
+    made = of_keys, strided(_rank_q(x), "float32"), of_blocks, of_blocks
+    given = (y if name in x.statistics else None for name, y in zip(names, made, strict=True))
     return *given, cutlass.Int32(1), cutlass.Int32(1)
 
 

@@ -476,7 +476,7 @@ class OperandLoads:
     @cute.jit
     def _load_values(self, state: LoadState) -> None:
         """Load the pending value block, if any."""
-        if const_expr(self.operands.v is self.pages is None):
+        if const_expr(self.operands.v is None and self.pages is None):
             pass  # the kernel has no values
         elif const_expr(self.pages is not None):
             self._load_paged_values(state)

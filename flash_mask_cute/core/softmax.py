@@ -285,7 +285,7 @@ class OnlineSoftmax:
         for r in range(self.num_rows):
             value = self.arithmetic.across(self.row_largest[r], cute.arch.fmax)
             if self.takes_any_size:
-                results.append(self._score(value))
+                results.append(self.score(value))
             else:
                 results.append(value * (self.scale_log2 * LN_2))
         return tuple(results)
@@ -357,7 +357,7 @@ class OnlineSoftmax:
             self._adopt(r, cutlass.select_(is_renewed, new_max, old_max))
             if const_expr(self.takes_any_size):
                 factor = self._factor_between(old_max, self.row_max[r])
-                old_max = self._score(old_max)
+                old_max = self.score(old_max)
             else:
                 factor = cute.math.exp2(
                     cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
@@ -389,10 +389,10 @@ class OnlineSoftmax:
     def _row_exponentials(self, scores: cute.Tensor, r: int, exactly: bool) -> list[Float32]:
         row, scale_log2, bias = _row(scores, r), self.scale_log2, self.row_bias[r]
         if exactly:
-            largest = self._score(self.row_max[r])
+            largest = self.score(self.row_max[r])
             # where all scores are hidden so far, any number will do
             largest = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-            differences = [rounded_difference(self._score(x), largest) for x in row]
+            differences = [rounded_difference(self.score(x), largest) for x in row]
             exact = Float32(LOG2_E), self._residue(self.row_max[r])
             if self.rows_alone:
                 # a row that is near is not computed in another way because its neighbour is far
@@ -418,7 +418,7 @@ class OnlineSoftmax:
 
     # -- scores of any size ---------------------------------------------------------------------
 
-    def _score(self, value: Float32) -> Float32:
+    def score(self, value: Float32) -> Float32:
         """An input of the softmax in natural units, rounded as a score_mod rounds it."""
         if self.factor == 1.0:
             return value
@@ -447,13 +447,13 @@ class OnlineSoftmax:
     def _factor_between(self, old_max: Float32, new_max: Float32) -> Float32:
         """The factor for sums with the old maximum: 1 if it stays, any number if it was -inf."""
         residue = self._residue(new_max) - self._residue(old_max)
-        difference = self._score(old_max) - self._score(new_max)
+        difference = self.score(old_max) - self.score(new_max)
         return cute.math.exp2(cute.math.fma(difference, Float32(LOG2_E), residue), fastmath=True)
 
     def _finalize_any_size(self, r: int, sinks: tuple | None) -> RowResult:
         """As `finalize`, in natural units: LSE is accurate to its last bit."""
         total = self.arithmetic.across(self.row_sum[r], _add)
-        largest, residue = self._score(self.row_max[r]), self._residue(self.row_max[r])
+        largest, residue = self.score(self.row_max[r]), self._residue(self.row_max[r])
         empty, shift = largest == -Float32.inf, Float32(1.0)
         if const_expr(sinks is not None):
             own = largest

@@ -16,12 +16,11 @@ from flash_mask_cute.cpu.tiles import NEG_INF, SequenceWalk, Tile, from_rows, se
 def statistics_cpu(
     call: CpuCall, lse: Tensor, sums: Mapping[str, Tensor], block_size: tuple[int, int]
 ) -> None:
-    """Add to `sums`, by name: float64 zeros in the layouts of the operands.
+    """Add to `sums`, by name, float64 zeros.
 
-    key_sums is like k without head_dim, entropy like q without head_dim. block_sums and
-    block_maxima are like q, with heads_kv and key blocks in place of heads_q and head_dim; with
-    more than one query in a block they are (batch, query blocks, heads_kv, key blocks). lse is that
-    of the forward.
+    key_sums is (batch, heads_kv, keys), or (heads_kv, keys) of packed keys; entropy (1, ...) of a
+    tensor like lse, which is that of the forward; block_sums and block_maxima (batch, heads_kv,
+    query blocks, key blocks), with a batch of 1 where each row of packed queries is a block.
     """
     x, masks = call.tensors, call.masks
     for walk in sequence_walks(call):
@@ -42,38 +41,28 @@ def statistics_cpu(
 
 
 def _add_tile(
-    log_p: Tensor,
-    walk: SequenceWalk,
-    tile: Tile,
-    sums: Mapping[str, Tensor],
+    log_p: Tensor, walk: SequenceWalk, tile: Tile, sums: Mapping[str, Tensor],
     block_size: tuple[int, int],
-) -> None:
+) -> None:  # fmt: skip
     """log_p: (heads_kv, lanes, rows, keys) of a tile."""
     p, queries = log_p.exp(), slice(tile.queries.start, tile.queries.stop)
     if "entropy" in sums:
         # 0 times -inf would be NaN
         of_rows = (p * log_p.clamp(min=-1e4)).sum(-1)
-        sums["entropy"][walk.slot_q][queries] -= from_rows(of_rows, tile.pack)
+        sums["entropy"][0].mT[walk.slot_q][queries] -= from_rows(of_rows, tile.pack)
     # (queries, heads_kv, heads of a group, keys)
     p = from_rows(p, tile.pack).unflatten(1, (walk.heads_kv, -1))
     if "key_sums" in sums:
         keys = slice(tile.keys.start, tile.keys.stop)
-        sums["key_sums"][walk.slot_k][keys] += p.sum((0, 2)).mT
-    queries_of_block, keys_of_block = block_size
-    key_blocks = torch.arange(tile.keys.start, tile.keys.stop, device="cpu") // keys_of_block
-    for name, op, of_group in (
-        ("block_sums", "sum", p.sum(2)),
-        ("block_maxima", "amax", p.amax(2)),
-    ):
-        if name not in sums:
-            continue
-        target = sums[name]
-        by_block = p.new_zeros((*of_group.shape[:2], target.shape[-1]))
-        index = key_blocks.expand_as(of_group)
-        by_block.scatter_reduce_(2, index, of_group, op)
-        of_sequence = target[walk.slot_q][queries]
-        blocks = torch.arange(len(tile.queries), device="cpu")
-        if queries_of_block > 1:
-            of_sequence = target[walk.batch_idx]
-            blocks = (blocks + tile.queries.start) // queries_of_block
-        of_sequence.scatter_reduce_(0, blocks[:, None, None].expand_as(by_block), by_block, op)
+        sums["key_sums"].mT[walk.slot_k][keys] += p.sum((0, 2)).mT
+    (m, n), is_packed = block_size, isinstance(walk.slot_q, slice)
+    key_blocks = torch.arange(tile.keys.start, tile.keys.stop, device="cpu") // n
+    blocks = torch.arange(tile.queries.start, tile.queries.stop, device="cpu") // m
+    for name, op in (("block_sums", "sum"), ("block_maxima", "amax")):
+        if name in sums:
+            by_block = sums[name].transpose(1, 2)[0 if is_packed and m == 1 else walk.batch_idx]
+            of_sequence = by_block[walk.slot_q] if is_packed and m == 1 else by_block
+            of_group = p.sum(2) if op == "sum" else p.amax(2)
+            of_keys = p.new_zeros((*of_group.shape[:2], by_block.shape[-1]))
+            of_keys.scatter_reduce_(2, key_blocks.expand_as(of_group), of_group, op)
+            of_sequence.scatter_reduce_(0, blocks[:, None, None].expand_as(of_keys), of_keys, op)

@@ -168,15 +168,15 @@ _kept: weakref.WeakKeyDictionary[BlockMask, _Kept] = weakref.WeakKeyDictionary()
 
 
 def keep_block_mask(block_mask: BlockMask) -> BlockMask:
-    """Say that a block mask does not change, so that `flex_attention` keeps what it finds of it.
+    """Say that a block mask does not change, so `flex_attention` keeps what it derives from it.
 
-    This is about the contents of its lists and of the tensors that its mask_mod captured. The first
+    The promise covers contents of its lists and of tensors that its mask_mod captured. The first
     call of `flex_attention` then waits for the device once, and finds whether the mask is a window
     or column intervals (docs/flex.md). All later calls, such as those of other layers, run it in
-    that form. They notice changes that torch counts. torch does not count changes in inference mode
-    of what was made there, through `.data` or numpy, by collectives of torch.distributed, and by a
-    replayed CUDA graph. After such a change call this function again, which drops what was kept; a
-    graph must be captured again.
+    that form. They notice changes that torch counts. torch does not count changes by `.data` or
+    numpy, by collectives of torch.distributed, by a replayed CUDA graph, or in inference mode to
+    tensors that were made there. After such a change call this function again; a graph must be
+    captured again.
 
     Returns:
         block_mask itself.

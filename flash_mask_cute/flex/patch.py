@@ -35,10 +35,10 @@ class patch_flex_attention:
     Called as a function, the replacement is permanent; `with patch_flex_attention():` restores
     torch's function at the end.
 
-    Code that imported torch's function by name before holds it under names of its own. These are
-    rebound in transformers, in diffusers, and in the modules given; so are functions that
-    torch.compile made of it, kept by modules, by their classes, and by single objects of these
-    classes. All are restored at the end.
+    Code that imported torch's function by name keeps its own reference. The patch rebinds these
+    in transformers, in diffusers, and in the given modules. It also replaces functions that
+    torch.compile made of it, if modules, their classes or single objects of these classes hold
+    them. All are restored at the end.
 
     modules: modules, or packages, which then stand for their submodules, too.
 

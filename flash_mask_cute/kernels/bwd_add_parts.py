@@ -37,7 +37,7 @@ GROUPS = 4
 SumsOrder = Literal["accumulators", "lanes", "rows"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BwdAddParts:
     """Adds partial sums of dK and dV and rounds them; to be passed to `cute.compile`.
 

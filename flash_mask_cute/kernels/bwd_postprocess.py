@@ -38,7 +38,7 @@ IN_FLIGHT = 16
 PADDING = 8
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BwdPostprocess:
     """Turns the backward's sums into dQ; to be passed to `cute.compile`.
 

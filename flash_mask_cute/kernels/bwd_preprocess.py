@@ -227,7 +227,7 @@ class PreprocessArgs(NamedTuple):
     mLSELow: cute.Tensor | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BwdPreprocess:
     """Fills the row statistics, and prepares the sums of dQ; to be passed to `cute.compile`.
 

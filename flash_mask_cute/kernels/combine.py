@@ -59,7 +59,7 @@ class SplitTensors(NamedTuple):
     low: cute.Tensor | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Combine:
     """Combines partial results; to be passed to `cute.compile`.
 

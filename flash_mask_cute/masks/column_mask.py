@@ -78,17 +78,17 @@ class ColumnMask:
     unless `q_start` gives their position in the mask. None: not known. It counts the queries of one
     batch entry, or of all packed sequences together if the mask belongs to a packed batch.
 
-    one_sequence: whether each batch entry counts the rows of one sequence, as masks of the builders
-    do. Such a mask is refused for keys in which cu_seqlens_k packs several.
+    one_sequence: whether each batch entry counts rows within one sequence, as masks of the builders
+    do. Such a mask is refused if cu_seqlens_k packs several sequences.
 
     The tensor may be changed in place between calls; the host never reads its values.
 
     Bounds and documents are kept. They are computed on the stream of the first call that needs
     them. Later calls on other streams do not wait for it: order them after it by an event or
     `wait_stream`, and again after each change. A captured CUDA graph reads what was computed before
-    the capture; with `refresh()` inside the capture, each replay computes it anew. torch counts no
-    changes of a tensor that was made in inference mode, so each call computes them for such a
-    tensor. The builders make none.
+    the capture; with `refresh()` inside the capture, each replay computes it anew. torch does
+    not count changes of tensors that were made in inference mode, so each call computes them for
+    such a tensor. Builders never make one.
 
     Raises:
         TypeError: an argument has another type or dtype.

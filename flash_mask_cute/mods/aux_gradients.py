@@ -65,7 +65,7 @@ class AuxSums:
         anything."""
         for term in terms:
             if term[0] in self._once:
-                _add_without_a_branch(*self._contribution(term, grad, counts))
+                add_without_a_branch(*self._contribution(term, grad, counts))
         others = [term for term in terms if term[0] not in self._once]
         if not self._open:
             self._open = [self._contribution(term, grad, counts) for term in others]
@@ -114,7 +114,7 @@ def add_to_memory(condition: Boolean, target: cute.Tensor, offset: Int64, value:
             _reduce(target.iterator + offset, value)
 
 
-def _add_without_a_branch(target: cute.Tensor, offset: Int64, value: Float32) -> None:
+def add_without_a_branch(target: cute.Tensor, offset: Int64, value: Float32) -> None:
     """`add_to_memory` of a value that is not 0. Written as PTX: in a branch, each address would be
     computed anew (docs/facts/compiler.md#memory-accesses)."""
     if _is_exact(target):

@@ -39,8 +39,7 @@ def trace_lock() -> threading.RLock:
 
 
 def compile_count() -> int:
-    """Number of kernels that this process has built, without cache hits; a forked child starts at
-    0.
+    """Number of kernels that this process has compiled, without those from the cache.
 
     Example:
         >>> from flash_mask_cute import compile_count

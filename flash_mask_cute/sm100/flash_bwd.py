@@ -122,7 +122,7 @@ class BwdScoreArgs(NamedTuple):
     aux_grads: tuple[cute.Tensor, ...] | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FlashAttentionBackwardSm100:
     """Backward kernel for Blackwell, to be passed to `cute.compile`.
 

@@ -110,7 +110,7 @@ class HalfTile(NamedTuple):
     tile: Int32
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FlashAttentionForwardSm100:
     """Forward kernel for Blackwell, to be passed to `cute.compile`.
 

@@ -116,7 +116,7 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FlashAttentionBackwardSm90:
     """Backward kernel for Hopper, for `cute.compile` (examples/10_native_backward.py).
 

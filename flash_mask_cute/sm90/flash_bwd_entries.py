@@ -103,7 +103,7 @@ class Stretch(NamedTuple):
     number: Int32
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EntryBackwardSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 

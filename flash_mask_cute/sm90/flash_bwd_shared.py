@@ -171,7 +171,7 @@ class _Masks(NamedTuple):
     mask_bits: MaskBitsArgs | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SharedGradientsSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 

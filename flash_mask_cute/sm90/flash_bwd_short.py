@@ -91,7 +91,7 @@ class ShortPart(NamedTuple):
     count: Int32
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ShortBackwardSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 

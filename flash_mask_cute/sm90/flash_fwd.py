@@ -66,10 +66,9 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, ORDERED
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
-from flash_mask_cute.core.ordered_sums import RunningSums, destination_of
+from flash_mask_cute.core.ordered_sums import destination_of
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.core.pages import Pages
-from flash_mask_cute.core.partials import Partials
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
@@ -119,7 +118,7 @@ WORDS_OF_VECTOR = 4
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
 
@@ -191,8 +190,10 @@ class FlashAttentionForwardSm90:
     shares_mask: bool = False
     cached_bias_bits: int = 0
 
+    traits_type, destination_of = FwdTraits, staticmethod(destination_of)
+
     def __post_init__(self) -> None:
-        traits = FwdTraits(
+        traits = self.traits_type(
             self.dtype,
             self.head_dim,
             self.head_dim if self.head_dim_v is None else self.head_dim_v,
@@ -241,8 +242,8 @@ class FlashAttentionForwardSm90:
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
+        mV: cute.Tensor | None,
+        mO: cute.Tensor | None,
         mLSE: cute.Tensor | None,
         softmax_scale: Float32,
         stream,
@@ -314,7 +315,7 @@ class FlashAttentionForwardSm90:
                 blocks = query_chunk
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
-        partials = destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.destination_of(mPartials, self.split, self.score_mod is not None)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
@@ -365,7 +366,7 @@ class FlashAttentionForwardSm90:
         masks: MaskArgs,
         schedule: QuerySchedule,
         tile_counter: cute.Tensor | None,
-        partials: Partials | RunningSums | None,
+        partials: Any,
         pages: Pages | None,
         mO: cute.Tensor | None,
         descales: Descales,
@@ -649,10 +650,8 @@ class FlashAttentionForwardSm90:
 
     def _has_cutters(self, masks: MaskArgs) -> bool:
         """Whether anything besides the end of the keys makes blocks partial."""
-        callables = (self.score_mod, self.mask_mod)
-        lists = (masks.columns, masks.bits, masks.mask_bits)
-        cutters = (self.is_causal, self.is_local, *callables, *lists)
-        return any(x is not None and x is not False for x in cutters)
+        cutters = self.score_mod, self.mask_mod, masks.columns, masks.bits, masks.mask_bits
+        return self.is_causal or self.is_local or any(x is not None for x in cutters)
 
     @cute.jit
     def _first_scores(

@@ -11,12 +11,13 @@ LSE is known, so key ranges are independent, and a work tile may be split withou
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.arch import fmax
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -24,16 +25,10 @@ from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.exp2 import LN_2, LOG2_E
 from flash_mask_cute.core.lengths import Lengths, row_place
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT
-from flash_mask_cute.core.softmax import (
-    CHAINS,
-    NEAREST,
-    ScoreScales,
-    quad_reduce,
-    rounded_difference,
-)
+from flash_mask_cute.core.softmax import CHAINS, ScoreScales, quad_reduce, rounded_difference
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Kind
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
+from flash_mask_cute.mods.aux_gradients import add_without_a_branch, offset_in
 from flash_mask_cute.mods.calling import head_of_row
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
@@ -41,63 +36,34 @@ from flash_mask_cute.rules.mask_rules import MaskArgs
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
 from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
-from flash_mask_cute.sm90.flash_fwd_mainloop import (
-    BlockFacts,
-    Channels,
-    FwdSmem,
-    KeyBlocks,
-    tile_rows,
-)
-from flash_mask_cute.sm90.flash_fwd_traits import SCALAR_REGISTERS, FwdTraits
+from flash_mask_cute.sm90.flash_fwd_mainloop import BlockFacts, KeyBlocks, tile_rows
+from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 from flash_mask_cute.sm90.wgmma import ROWS_PER_THREAD
 
 # An exponent of 2 so low that the power is 0.
 LOWEST_EXPONENT = -(2.0**40)
-# Columns, and bytes, of the tile of V.
-NO_VALUES, NO_VALUES_BYTES = 16, 1024
+# Columns and rows of the tile of V.
+NO_VALUES = 16
 
 
 @dataclass(frozen=True)
 class StatisticsTraits(FwdTraits):
-    """`FwdTraits` without values and output: the tile of V has a few columns that nobody loads, and
-    that of O, which is in the query's place, too."""
+    """`FwdTraits` without values and output: the tile of V has a few elements that nobody loads,
+    and that of O is in the query's place."""
 
-    @property
-    def tile_dv(self) -> int:
-        return NO_VALUES
-
-    @property
-    def _stage_bytes_v(self) -> int:
-        return 0
-
-    @property
-    def _smem_without_slots(self) -> int:
-        return super()._smem_without_slots + NO_VALUES_BYTES
-
-    @property
-    def stages_k(self) -> int:
-        return self.stages_kv
-
-    @property
-    def registers_needed(self) -> int:
-        """Scores, their sums over rows, and scalars."""
-        return self.tile_n // 2 + self.tile_n // 4 + SCALAR_REGISTERS
-
-    @property
-    def query_steps(self) -> int:
-        return 0
+    tile_dv = NO_VALUES  # type: ignore[assignment]
+    _stage_bytes_v = NO_VALUES * NO_VALUES * 2  # type: ignore[assignment]
 
     def layout_v(self) -> cute.ComposedLayout:
-        return hopper.make_smem_layout_b(
-            LayoutEnum.COL_MAJOR, (NO_VALUES, NO_VALUES, NO_VALUES), self.dtype, 1
-        )
+        shape = (NO_VALUES,) * 3
+        return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, self.stages_kv)
 
 
 class StatisticsTensors(NamedTuple):
     """The destination of statistics, in the place of `Partials`.
 
     key_sums: fp32 (batch, heads_kv, keys), or (heads_kv, keys) of packed keys, or words of exact
-    sums (`fixed_point_sums`), one mode more. entropy: (splits, ...) of tensors like LSE.
+    sums (`fixed_point_sums`), one mode more. entropy: (splits, ...) of a tensor like LSE.
     block_sums, block_maxima: (batch, head, rows, keys), each of several, where packed heads count
     once. heads_per_kv: such heads of a KV head.
     """
@@ -115,42 +81,36 @@ class StatisticsTensors(NamedTuple):
         return by_tiles
 
 
+@dataclass(eq=False, repr=False)
 class AttentionStatisticsSm90(FlashAttentionForwardSm90):
     """Kernel of statistics for Hopper. mPartials has the fields of `StatisticsTensors`; mV and mO
     are None, and mLSE is read.
 
-    :param statistics: `AttentionProblem.statistics_block`
-    :param options: of the forward
+    :param statistics: `AttentionProblem.statistics_block`; the others as of the forward
     """
 
+    statistics: tuple[int, int, bool] = (1, 128, True)
+
     traits_type = StatisticsTraits
+    destination_of = staticmethod(lambda given, split, has_low: StatisticsTensors(*given))
 
-    def __init__(self, *shape: Any, statistics: tuple[int, int, bool], **options: Any):
-        super().__init__(*shape, **options)
-        self.split, self.statistics_block = "keys", statistics
-
-    def destination(self, given: tuple) -> StatisticsTensors:
-        return StatisticsTensors(*given)
+    def __post_init__(self) -> None:
+        self.split = "keys"
+        super().__post_init__()
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         # rows that do not exist are hidden by bits
         return replace(super()._rules(masks, lengths), cuts_overhang=True)
 
     @cute.jit
-    def mma(
-        self,
-        epilogue: Epilogue,
-        tiles: FwdSmem,
-        channels: Channels,
-        scales: ScoreScales,
-        masks: MaskArgs,
-    ):
+    def mma(self, epilogue: Epilogue, tiles, channels, scales: ScoreScales, masks: MaskArgs):
         """MMA warpgroup: 64 query rows of every work tile."""
         facts = BlockFacts(self._can_be_cut(masks), keeps_largest=False, rows_alone=False)
         blocks = KeyBlocks.create(
             *(self.traits, self.score_mod, tiles, channels, scales, masks.aux_tensors), facts
         )
-        blocks = RowStatistics.of(blocks, epilogue, self.statistics_block)
+        of_rows = (cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(2))
+        blocks = RowStatistics(*vars(blocks).values(), epilogue, *of_rows, self.statistics)
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         blocks.start_scheduler_barrier()
         while channels.ring.wait(tile):
@@ -171,30 +131,15 @@ class AttentionStatisticsSm90(FlashAttentionForwardSm90):
 class RowStatistics(KeyBlocks):
     """Key blocks, and what a thread keeps of its rows of a work tile.
 
-    bias: LSE, to base 2 without a score_mod; 0 for a row that sees nothing. entropy: sums of p
-    times its logarithm to base 2. hidden: the score of hidden keys, whose p is 0. block: rows and
-    keys of a sum of blocks, and whether rows of all sequences follow each other there.
+    of: LSE, lengths, and as `partials` the `StatisticsTensors`. bias: LSE, to base 2 without a
+    score_mod; 0 for a row that sees nothing. entropy: sums of p times its logarithm to base 2.
+    block: rows and keys of a sum of blocks, and whether rows of all sequences follow each other.
     """
 
-    lse: cute.Tensor
-    lengths: Lengths
-    to: StatisticsTensors
+    of: Epilogue
     bias: cute.Tensor
     entropy: cute.Tensor
-    hidden: Float32
     block: cutlass.Constexpr[tuple[int, int, bool]]
-
-    @staticmethod
-    def of(blocks: KeyBlocks, epilogue: Epilogue, block: tuple[int, int, bool]) -> "RowStatistics":
-        bias, entropy = (cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(2))
-        hidden = -Float32.inf
-        if blocks.score_mod is None:
-            # finite, because p of 0 times a logarithm of -inf would be NaN
-            hidden = cute.arch.rcp_approx(blocks.softmax.scale_log2) * LOWEST_EXPONENT
-        of_rows = epilogue.lse.lse, epilogue.lengths, epilogue.partials, bias, entropy
-        return RowStatistics(
-            **vars(blocks), **dict(zip(_OF_ROWS, (*of_rows, hidden, block), strict=True))
-        )
 
     def _rows(self, work: Work) -> list[tuple[Int32, Int32, Int32]]:
         """Of each row of this thread: the row, its head and its query."""
@@ -208,7 +153,7 @@ class RowStatistics(KeyBlocks):
         for r, (_, head_idx, q_idx) in enumerate(self._rows(work)):
             lse = Float32(0.0)
             if q_idx < work.seqlen_q:
-                lse = self.lse[row_place(self.lengths, work, head_idx, q_idx)]
+                lse = self.of.lse.lse[row_place(self.of.lengths, work, head_idx, q_idx)]
             lse = cutlass.select_(lse == -Float32.inf, Float32(0.0), lse)
             self.bias[r] = lse * LOG2_E if const_expr(self.score_mod is None) else lse
             self.entropy[r] = Float32(0.0)
@@ -233,33 +178,33 @@ class RowStatistics(KeyBlocks):
             loaded = self._load_table_rows(tile, flags)
             self._modify(self._places(tile, flags, True), loaded, scores)
         if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
-            bits = tuple(
-                cutlass.select_(q_idx < work.seqlen_q, word, Int32(0))
-                for word, (_, _, q_idx) in zip(
-                    self._bits(cut, Boolean(False)), self._rows(work), strict=True
-                )
-            )
-            bit_tile.hide_unset(scores, bits, self.hidden)
+            words = zip(self._bits(cut, Boolean(False)), self._rows(work), strict=True)
+            # rows that do not exist would count for keys
+            in_use = [(word, q_idx < work.seqlen_q) for word, (_, _, q_idx) in words]
+            bits = tuple(cutlass.select_(is_used, word, Int32(0)) for word, is_used in in_use)
+            hidden = -Float32.inf
+            if const_expr(self.score_mod is None):
+                # not -inf, which times a p of 0 is NaN
+                hidden = cute.arch.rcp_approx(self.softmax.scale_log2) * LOWEST_EXPONENT
+            bit_tile.hide_unset(scores, bits, hidden)
             cut += 1
         self._take_probabilities(scores)
         n_block = flags >> N_BLOCK_SHIFT
         self._store_blocks(scores, work, n_block)
-        if const_expr(self.to.key_sums is not None):
+        if const_expr(self.of.partials.key_sums is not None):
             self._add_columns(scores, work, n_block)
         return flags, cut
 
     def _take_probabilities(self, scores: cute.Tensor) -> None:
         """Replace scores (rows, cols) by probabilities, and add to the entropy of their rows."""
         for r in range(ROWS_PER_THREAD):
-            exponents = [
-                self._exponent(scores[r, c], r) for c in range(cute.size(scores, mode=[1]))
-            ]
             sums = [Float32(0.0)] * CHAINS
-            for c, exponent in enumerate(exponents):
+            for c in range(cute.size(scores, mode=[1])):
+                exponent = self._exponent(scores[r, c], r)
                 p = cute.math.exp2(exponent, fastmath=True)
                 sums[c % CHAINS] = cute.math.fma(p, exponent, sums[c % CHAINS])
                 scores[r, c] = p
-            if self.to.entropy is not None:
+            if self.of.partials.entropy is not None:
                 self.entropy[r] = self.entropy[r] + _reduced(sums, operator.add)
 
     def _exponent(self, score: Float32, r: int) -> Float32:
@@ -267,75 +212,61 @@ class RowStatistics(KeyBlocks):
         if self.score_mod is None:
             return cute.math.fma(score, self.softmax.scale_log2, -self.bias[r])
         # scores of any size: first the difference, which is exact near 0
-        factor = Float32(self.softmax.factor)
-        score = cute.math.mul(score, factor, rounding=NEAREST)
-        exponent = rounded_difference(score, self.bias[r]) * LOG2_E
-        return cute.arch.fmax(exponent, Float32(LOWEST_EXPONENT))
+        exponent = rounded_difference(self.softmax.score(score), self.bias[r]) * LOG2_E
+        return fmax(exponent, Float32(LOWEST_EXPONENT))
 
     # -- memory ---------------------------------------------------------------------------------
 
     @cute.jit
     def _store_blocks(self, probs: cute.Tensor, work: Work, n_block: Int32):
-        """Store sums and largest numbers of `block` rows and keys. Other sums have other keys, or
-        rows of other warps, so each is stored once."""
-        if const_expr(self.to.block_sums is not None):
-            self._store(self.to.block_sums, operator.add, probs, work, n_block)
-        if const_expr(self.to.block_maxima is not None):
-            self._store(self.to.block_maxima, cute.arch.fmax, probs, work, n_block)
-
-    @cute.jit
-    def _store(
-        self,
-        target: cute.Tensor,
-        op: cutlass.Constexpr[Any],
-        probs: cute.Tensor,
-        work: Work,
-        n_block: Int32,
-    ):
-        rows_of_sum, keys, follows = self.block
+        """Store sums and largest numbers of `block` rows and keys. Others have other keys, or rows
+        of other warps, so each is stored once."""
+        of_sum, keys, follows = self.block
         parts = self.traits.tile_n // keys
-        batch_idx, first_row = work.batch_idx, Int32(0)
-        if const_expr(follows and self.lengths.cu_seqlens_q is not None):
-            batch_idx, first_row = Int32(0), work.offset_q * self.traits.packed_heads
-        lane = cute.arch.lane_idx()
-        is_first = lane % (4 * min(rows_of_sum, wgmma.ROWS_OF_GROUP)) == 0
+        batch_idx, first = work.batch_idx, Int32(0)
+        if const_expr(follows and self.of.lengths.cu_seqlens_q is not None):
+            batch_idx, first = Int32(0), work.offset_q * self.traits.packed_heads
+        is_first = cute.arch.lane_idx() % (4 * min(of_sum, wgmma.ROWS_OF_GROUP)) == 0
         rows = self._rows(work)
-        for part in cutlass.range_constexpr(parts):
-            values = _reduced_rows(probs, part, parts, rows_of_sum, op)
-            column = n_block * parts + part
-            for r in cutlass.range_constexpr(len(values)):
-                row, _, q_idx = rows[r]
-                if is_first & (q_idx < work.slot) & (column < target.shape[3]):
-                    place = batch_idx, work.head_idx, (first_row + row) // rows_of_sum, column
-                    target[place] = values[r]
+        for target, op in (
+            (self.of.partials.block_sums, operator.add),
+            (self.of.partials.block_maxima, fmax),
+        ):
+            for part in cutlass.range_constexpr(parts if target is not None else 0):
+                values = _reduced_rows(probs, part, parts, of_sum, op)
+                column = n_block * parts + part
+                for r in cutlass.range_constexpr(len(values)):
+                    row, _, q_idx = rows[r]
+                    place = batch_idx, work.head_idx, (first + row) // of_sum, column
+                    if is_first & (q_idx < work.slot) & (column < target.shape[3]):
+                        target[place] = values[r]
 
     @cute.jit
     def _add_columns(self, probs: cute.Tensor, work: Work, n_block: Int32):
         """Add the sums over a warp's 16 rows to those of keys."""
-        target, lengths = self.to.key_sums, self.lengths
+        target, lengths = self.of.partials.key_sums, self.of.lengths
         first, sums = _sums_of_columns(probs)
-        key = n_block * self.traits.tile_n + wgmma.first_col_of(thread_in_warpgroup()) + first
-        place: tuple = (work.head_idx // self.to.heads_per_kv,)
+        first_key = work.offset_k + n_block * self.traits.tile_n
+        first_key += wgmma.first_col_of(thread_in_warpgroup()) + first
+        place: tuple = (work.head_idx // self.of.partials.heads_per_kv,)
         if const_expr(lengths.cu_seqlens_k is None):
             place = lengths.kv_entry(work.batch_idx), *place
         for i in cutlass.range_constexpr(len(sums)):
-            k_idx = key + wgmma.col_offset(i)
-            offset = offset_in(target, (*place, work.offset_k + k_idx))
-            add_to_memory((k_idx < work.seqlen_k) & (sums[i] != 0.0), target, offset, sums[i])
+            k_idx = first_key + wgmma.col_offset(i)
+            # keys past the end are hidden, and a sum of 0 is not added
+            add_without_a_branch(target, offset_in(target, (*place, k_idx)), sums[i])
 
     @cute.jit
     def end(self, work: Work):
         """Store the entropy of the rows of a work tile."""
-        if const_expr(self.to.entropy is not None):
+        if const_expr(self.of.partials.entropy is not None):
             for r, (_, head_idx, q_idx) in enumerate(self._rows(work)):
-                entropy = quad_reduce(self.entropy[r], operator.add) * -LN_2
+                total = quad_reduce(self.entropy[r], operator.add)
+                # adding 0 makes a zero positive
+                entropy = cute.math.fma(total, Float32(-LN_2), Float32(0.0))
                 if (thread_in_warpgroup() % 4 == 0) & (q_idx < work.slot):
-                    place = row_place(self.lengths, work, head_idx, q_idx)
-                    self.to.entropy[(work.place, *place)] = entropy
-
-
-# the fields that `RowStatistics` adds, in order
-_OF_ROWS = "lse", "lengths", "to", "bias", "entropy", "hidden", "block"
+                    place = row_place(self.of.lengths, work, head_idx, q_idx)
+                    self.of.partials.entropy[(work.place, *place)] = entropy
 
 
 def _reduced(values: list[Float32], op: Callable[[Float32, Float32], Float32]) -> Float32:
@@ -352,16 +283,13 @@ def _reduced_rows(
     a value for each accumulator row, or one for both."""
     count = cute.size(probs, mode=[1]) // parts
     columns = range(part * count, (part + 1) * count)
-    values = [
-        quad_reduce(_reduced([probs[r, c] for c in columns], op), op)
-        for r in range(ROWS_PER_THREAD)
-    ]
+    values = [_reduced([probs[r, c] for c in columns], op) for r in range(ROWS_PER_THREAD)]
     if rows == ROWS_PER_THREAD * wgmma.ROWS_OF_GROUP:
         values = [op(*values)]
-    lanes = 4
-    while lanes < 4 * min(rows, wgmma.ROWS_OF_GROUP):
-        values = [op(x, cute.arch.shuffle_sync_bfly(x, offset=lanes)) for x in values]
-        lanes *= 2
+    # lanes of a row, then those of neighbouring rows
+    for step in (1, 2, 4, 8, 16):
+        if step < 4 * min(rows, wgmma.ROWS_OF_GROUP):
+            values = [op(x, cute.arch.shuffle_sync_bfly(x, offset=step)) for x in values]
     return values
 
 

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 from test_architecture import PAGES, anchors
+from test_page_sentences import words
 
 import flash_mask_cute
 from flash_mask_cute import interface, parallel
+from flash_mask_cute.integrations import torch as integrations_torch
+from flash_mask_cute.integrations.cuequivariance import triangle_attention
 from flash_mask_cute.masks import builders
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +51,14 @@ def test_a_public_docstring_has_errors_and_an_example_that_runs(name: str) -> No
     assert result.failed == 0
     if pyplot is not None:
         pyplot.close("all")
+
+
+def test_public_docstrings_have_no_phrase_that_is_read_twice() -> None:
+    """Those of `docs/site_words.py`, as in the pages of users."""
+    objects = [*PUBLIC.values(), *(getattr(builders, name) for name in BUILDERS)]
+    objects += [getattr(integrations_torch, name) for name in integrations_torch.__all__]
+    texts = {str(x): inspect.getdoc(x) or "" for x in (*objects, triangle_attention)}
+    assert {name: found[0] for name, x in texts.items() if (found := words.PHRASES.search(x))} == {}
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -18,7 +18,7 @@ ALONE = (
     *("docs/mods.md", "docs/context_parallel.md", "docs/mask_gallery.md"),
     "docs/integrations.md",
 )
-IN_ORDER = ("docs/masks.md", "docs/pytorch.md", "docs/selected.md")
+IN_ORDER = ("docs/masks.md", "docs/pytorch.md", "docs/selected.md", "docs/statistics.md")
 # run by tests/engines/test_more.py
 ELSEWHERE = ("docs/integrations_more.md",)
 

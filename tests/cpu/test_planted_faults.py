@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import altered_conditions
 import planted_faults
 import pytest
 from planted_faults import FAULTS, HOST, KERNEL, KNOWN, PACKAGE, ROOT, Fault, NotFoundError, plant
@@ -45,3 +46,16 @@ def test_a_table_names_who_noticed() -> None:
     )
     cells = "tests/sim/test_a.py::test_b | **not noticed** | not run"
     assert lines[2] == f"| {name} | {KNOWN} | {cells} |"
+
+
+def test_conditions_that_are_altered_are_drawn_by_their_seed() -> None:
+    """Each replaces what it says by other Python."""
+    drawn = altered_conditions.alterations(3, 40)
+    assert drawn == altered_conditions.alterations(3, 40)
+    assert drawn != altered_conditions.alterations(4, 40)
+    for x in drawn:
+        text = (ROOT / x.file).read_text()
+        assert text[: x.begin].count("\n") + 1 in range(x.line, x.line + 12), x
+        changed = altered_conditions.altered(x, text)
+        assert changed != text
+        compile(changed, str(x.file), "exec")

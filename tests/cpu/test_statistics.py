@@ -21,6 +21,9 @@ from flash_mask_cute import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
+from flash_mask_cute.call.arguments import AttentionCall, Tensors
+from flash_mask_cute.call.statistics import StatisticsRequest, plan_statistics
+from flash_mask_cute.runtime.target import Target
 
 # p has the rounding error of an fp32 LSE, up to 20 here, and results that of fp32 sums
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
@@ -163,23 +166,23 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         *(NO, "reduce supports key_sums, entropy, .*, got 'row_sums'"),
         {"reduce": ["entropy", "row_sums"]},
     ),
-    "no name": (VALUE, r"reduce must have a name of key_sums, .*, got \[\]", {"reduce": []}),
+    "no name": (TYPE, r"reduce must be a name, or a list of names, got \[\]", {"reduce": []}),
     "no names": (TYPE, "reduce must be a name, or a list of names, got 1", {"reduce": 1}),
     "queries of a block": (
-        *(NO, r"supports 1 query or a multiple of 64, and 64 or 128 keys, got \(32, 128\)"),
+        *(NO, r"1 query or a multiple of 64, and .* keys out of \(64, 128\), got \(32, 128\)"),
         {"block_size": (32, 128)},
     ),
     "keys of a block": (NO, r"got \(1, 32\)", {"block_size": (1, 32)}),
-    "block": (VALUE, r"block_size must be \(queries, keys\), got 128", {"block_size": 128}),
-    "no ints": (TYPE, "must be a pair of ints, got 64.0", {"block_size": (64.0, 64)}),
+    "block": (VALUE, r"must be two ints, \(queries, keys\), got 128", {"block_size": 128}),
+    "no ints": (
+        VALUE,
+        r"block_size must be two ints, .*, got \(64.0, 64\)",
+        {"block_size": (64.0, 64)},
+    ),
     "deterministic": (TYPE, "deterministic must be", {"deterministic": 1}),
     "selection": (
         *(NO, "does not support block_sparse_tensors as SelectedBlocks"),
         {"block_sparse_tensors": SELECTION},
-    ),
-    "fp8": (
-        *(NO, "does not support k in torch.float8_e4m3fn"),
-        {"k": torch.zeros(1, 20, 2, 16, dtype=torch.float8_e4m3fn)},
     ),
     "keyword": (
         *(TYPE, r"attention_statistics\(\) has no argument page_table"),
@@ -197,6 +200,68 @@ def test_refused(name: str) -> None:
     given = {"q": q, "k": k, "lse": torch.zeros(1, 2, 20), "reduce": "entropy"} | changed
     with pytest.raises(error, match=text):
         attention_statistics(**given)
+
+
+def test_fp8_is_refused() -> None:
+    q, k = torch.zeros(1, 20, 2, 16).bfloat16(), torch.zeros(1, 20, 2, 16)
+    used = torch.tensor([20], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="does not support k in torch.float8_e4m3fn"):
+        attention_statistics_varlen(
+            q, k.to(torch.float8_e4m3fn), torch.zeros(1, 2, 20), "entropy", seqused_k=used
+        )
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_refused_on_a_gpu(target: str) -> None:
+    """What no kernel computes, or what would take too much scratch memory."""
+
+    def planned(head_dim: int, heads: int, block_size: tuple[int, int], sequence: int = 128) -> Any:
+        shape = 1, sequence, heads, head_dim
+        q = torch.zeros(1, dtype=torch.bfloat16).expand(shape).contiguous()
+        call = AttentionCall(Tensors(q, q, q))
+        request = StatisticsRequest.of("block_sums", block_size, False)
+        lse = torch.zeros(1, heads, sequence)
+        return plan_statistics(call, lse, request, Target.named(target))
+
+    if target == "sm_100a":
+        with pytest.raises(NotImplementedError, match="does not support GPUs of Blackwell"):
+            planned(64, 1, (1, 128))
+        return
+    assert planned(256, 1, (1, 128)).problem.statistics == ("block_sums",)
+    with pytest.raises(NotImplementedError, match="does not support head_dim above 256, got 264"):
+        planned(264, 1, (1, 128))
+    # 33 heads, 2^15 queries, 2^9 key blocks, 4 bytes
+    with pytest.raises(NotImplementedError, match=r"would take 2214592512 bytes of scratch memory"):
+        planned(8, 33, (1, 64), 1 << 15)
+    assert planned(8, 33, (64, 64), 1 << 15).problem.statistics_block == (16, 64, False)
+
+
+PLANS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    # tile_m, tile_n, heads in a tile, (rows and keys of a sum of blocks, rows follow each other)
+    "long": ({}, (192, 128, 4, (4, 128, True))),
+    "long-d64": ({"d": 64}, (192, 128, 4, (4, 128, True))),
+    "long-d256": ({"d": 256, "m": 64}, (128, 64, 1, (16, 64, False))),
+    "many-queries": ({"m": 128}, (192, 128, 1, (16, 128, False))),
+    "few-queries": ({"queries": 32}, (128, 128, 4, (4, 128, True))),
+    "decode": ({"queries": 1}, (64, 128, 4, (4, 128, True))),
+    "group-of-3": ({"heads": (6, 2), "queries": 32}, (64, 128, 1, (1, 128, True))),
+    "group-of-32": ({"heads": (32, 1), "n": 64}, (192, 128, 32, (16, 64, True))),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name: str) -> None:
+    given, expected = PLANS[name]
+    heads_q, heads_kv = given.get("heads", (8, 2))
+    d, queries = given.get("d", 128), given.get("queries", 4096)
+    zero = torch.zeros(1, dtype=torch.bfloat16)
+    q, k = zero.expand(1, queries, heads_q, d), zero.expand(1, 8192, heads_kv, d)
+    request = StatisticsRequest.of("block_sums", (given.get("m", 1), given.get("n", 128)), False)
+    lse = torch.zeros(1, heads_q, queries)
+    plan = plan_statistics(AttentionCall(Tensors(q, k, k)), lse, request, Target.named("sm_90a"))
+    tiles, problem = plan.fwd_choice.tiles, plan.problem
+    found = tiles.tile_m, tiles.tile_n, problem.packed_heads, problem.statistics_block
+    assert found == expected
 
 
 def test_refused_under_transforms() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.problem import AttentionProblem
@@ -131,12 +131,11 @@ class ArchSpec:
     reads_mask_bits: bool
     statistics: ForwardKernel | None = None
 
-    def kernel_of(self, problem: AttentionProblem) -> ForwardKernel:
-        """What runs the problem of a forward, or of statistics that the architecture has."""
-        if not problem.statistics:
-            return self.forward
-        assert self.statistics is not None
-        return self.statistics
+    def of(self, problem: AttentionProblem) -> ArchSpec:
+        """The same, with the kernel of statistics in place of the forward for a problem of them."""
+        if self.statistics is None or not problem.statistics:
+            return self
+        return replace(self, forward=self.statistics)
 
 
 def _forward_sm90() -> Any:
@@ -155,12 +154,6 @@ def _statistics_sm90() -> Any:
     from flash_mask_cute.sm90.flash_statistics import AttentionStatisticsSm90
 
     return AttentionStatisticsSm90
-
-
-def _statistics_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_statistics import StatisticsTraits
-
-    return StatisticsTraits
 
 
 def _backward_sm90() -> Any:
@@ -282,13 +275,12 @@ SM90 = ArchSpec(
         "AttentionStatisticsSm90",
         "statistics_sm90",
         _statistics_sm90,
-        _statistics_traits_sm90,
+        lambda: _statistics_sm90().traits_type,
         SM90_STATISTICS,
         packed_rows=64,
         causal_each=False,
         reads_fp8=False,
         decodes_whole=True,
-        most_head_dim=MAX_HEAD_DIM,
     ),
 )
 

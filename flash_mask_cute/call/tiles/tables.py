@@ -207,31 +207,21 @@ SM90_FWD = (
     ),
 )
 
-# Without values, of keys alone. None was measured.
+# Of statistics, which load no values. None was measured.
 SM90_STATISTICS = (
     FwdRow(
         *(128, 128, 64, 128, 4, 1, True),
-        "few rows are limited by memory: one warpgroup, with as many keys in flight as help",
+        "few rows wait for memory: one warpgroup, with several key blocks in flight",
         for_decode=True,
     ),
     *(
         row
         for d, stages in ((64, 8), (96, 6), (128, 5))
+        for small in (FwdRow(*(d, d, 128, 128, 5, 1, True), "leaves registers for callables"),)
         for row in (
-            FwdRow(
-                *(d, d, 128, 128, min(stages, 5), 1, True),
-                "two warpgroups leave registers for callables, and for warps that evaluate one",
-                masks=(TuningClass.SCORE_MOD, TuningClass.MASK_MOD),
-            ),
-            FwdRow(
-                *(d, d, 128, 128, min(stages, 5), 1, True),
-                "few queries, of several heads, fill small tiles better",
-                max_seqlen_q=128,
-            ),
-            FwdRow(
-                *(d, d, 192, 128, stages, 1, True),
-                "three warpgroups overlap products and exponentials; each key serves more queries",
-            ),
+            small._replace(masks=(TuningClass.SCORE_MOD, TuningClass.MASK_MOD)),
+            small._replace(reason="few queries, of several heads", max_seqlen_q=128),
+            FwdRow(*(d, d, 192, 128, stages, 1, True), "each key serves more queries"),
         )
     ),
     FwdRow(*(192, 192, 128, 128, 3, 1, True), "as many keys as fit"),

@@ -25,12 +25,16 @@ from bench import (
     parallel,
     runner,
     selected,
+    statistics,
     torch_sdpa,
 )
 from bench.flex_mods import NAMED
-from flash_mask_cute import flash_attn_func
+from flash_mask_cute import attention_statistics, flash_attn_func
 
-NAMES = ("flex", "selected", "block_sparse", "learned", "parallel", "torch_sdpa", "decode")
+NAMES = (
+    *("flex", "selected", "block_sparse", "learned", "parallel", "torch_sdpa", "decode"),
+    "statistics",
+)
 TABLES = {name: importlib.import_module(f"bench.{name}").TABLE for name in NAMES}
 
 
@@ -93,6 +97,20 @@ def test_kept_rows_are_read(name: str, capsys: pytest.CaptureFixture[str]) -> No
     assert len(said) == len(kept) + len(list(table.summary(kept)))
     known = {case.name for case in table.cases()}
     assert any(row.get("case") in known for row in kept)
+
+
+def test_statistics_are_compared_before_they_are_timed() -> None:
+    few = statistics.small(list(statistics.CASES))
+    (of_rows,) = [case for case in few if case.name == "d64-causal"]
+    (of_few,) = [case for case in few if case.few]
+    for case in (of_rows, of_few):
+        (row,) = statistics.measure(case, dry_run(statistics.TABLE))
+        assert row["error"] < 1e-4
+    given = statistics.Given.of(of_rows, dry_run(statistics.TABLE))
+    _, lse = flash_attn_func(given.q, given.k, given.v, return_lse=True)
+    found = attention_statistics(given.q, given.k, lse, statistics.REDUCE)
+    with pytest.raises(ValueError, match="ours: key_sums is off by"):
+        statistics.check(of_rows, given, lse, found)
 
 
 def test_nan_is_no_small_error() -> None:

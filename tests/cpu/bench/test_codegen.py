@@ -12,6 +12,7 @@ from bench.codegen_variants import VARIANTS, AttentionVariant
 from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
+    SM90_STATISTICS,
     SM100_BWD,
     SM100_FWD,
 )
@@ -77,6 +78,7 @@ def test_what_the_variants_cover() -> None:
     attention = [x for x in VARIANTS.values() if isinstance(x, AttentionVariant)]
     for rows, arch, is_backward in (
         (SM90_FWD, "sm_90a", False),
+        (SM90_STATISTICS, "sm_90a", False),
         (SM90_BWD, "sm_90a", True),
         (SM100_FWD, "sm_100a", False),
         (SM100_FWD, "sm_103a", False),

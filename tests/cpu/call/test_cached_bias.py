@@ -28,11 +28,6 @@ def adds_pairs(score, b_idx, h_idx, q_idx, kv_idx, aux):
 
 
 @cute.jit
-def adds_of_first_head(score, b_idx, h_idx, q_idx, kv_idx, aux):
-    return score + aux[0][0, q_idx[0], kv_idx[0]]
-
-
-@cute.jit
 def adds_of_entries(score, b_idx, h_idx, q_idx, kv_idx, aux):
     return score + aux[0][b_idx[0], q_idx[0], kv_idx[0]]
 

@@ -17,8 +17,7 @@ from flash_mask_cute.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 
-HOPPER, BLACKWELL = Target("sm_90a", num_sms=132), Target("sm_100a", num_sms=148)
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+HOPPER = Target("sm_90a", num_sms=132)
 
 
 def plan_of(

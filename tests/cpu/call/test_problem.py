@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP16, FP32
+from cases import BF16, FP16
 from einops import reduce
 from planned import forward_call, planned
 
@@ -32,34 +31,6 @@ def test_plain_problem() -> None:
 
 
 LENGTHS = torch.tensor([3, 2], dtype=torch.int32)
-STARTS_Q, STARTS_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [0, 4, 9]))
-
-
-@pytest.mark.parametrize(
-    ("keywords", "field", "value"),
-    [
-        ({"causal": True}, "is_causal", True),
-        ({"window_size_left": 0}, "has_window_left", True),
-        ({"window_size_right": 0}, "has_window_right", True),
-        ({"softcap": 0.5}, "has_softcap", True),
-        ({"learnable_sink": tensor(4)}, "sink_dtype", "bfloat16"),
-        ({"learnable_sink": tensor(4, dtype=FP32)}, "sink_dtype", "float32"),
-        ({"cu_seqlens_q": STARTS_Q}, "varlen_q", True),
-        ({"cu_seqlens_k": STARTS_K}, "varlen_k", True),
-        ({"seqused_q": LENGTHS}, "has_seqused_q", True),
-        ({"seqused_k": LENGTHS}, "has_seqused_k", True),
-        ({"return_lse": False}, "needs_lse", False),
-    ],
-)
-def test_each_feature_changes_its_field_only(
-    keywords: dict[str, Any], field: str, value: object
-) -> None:
-    plain = problem_of(tensor(2, 5, 4, 64), tensor(2, 9, 2, 48))
-    q = tensor(*((5,) if "cu_seqlens_q" in keywords else (2, 5)), 4, 64)
-    v = tensor(*((9,) if "cu_seqlens_k" in keywords else (2, 9)), 2, 48)
-    found = problem_of(q, v, **keywords)
-    assert found == dataclasses.replace(plain, **{field: value})
-    assert hash(found) != hash(plain)
 
 
 def test_intervals_that_take_much_painting() -> None:
@@ -72,23 +43,6 @@ def test_intervals_that_take_much_painting() -> None:
     ):
         problem = AttentionProblem("bfloat16", 64, 64, is_causal=True, intervals=intervals, **more)
         assert problem.tuning_class == kind
-
-
-MASK_FIELDS: dict[str, tuple[Any, str]] = {
-    "intervals": ((2, True), "edges"),
-    "score_mod": ("py3.11:abc", "score_mod"),
-    "mask_mod": ("py3.11:abc", "mask_mod"),
-    "has_lists": (True, "other"),
-}
-
-
-@pytest.mark.parametrize("name", MASK_FIELDS)
-def test_masks_are_no_simple_case(name: str) -> None:
-    plain = AttentionProblem("bfloat16", 64, 64, is_causal=True)
-    value, kind = MASK_FIELDS[name]
-    masked = dataclasses.replace(plain, **{name: value})
-    assert (plain.tuning_class, masked.tuning_class) == ("causal", kind)
-    assert hash(plain) != hash(masked)
 
 
 def test_sizes_and_values_do_not_change_it() -> None:

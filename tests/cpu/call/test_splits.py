@@ -35,10 +35,6 @@ def plan_of(shape: tuple[int, ...], target: Target = HOPPER, **keywords: Any) ->
     return planned(forward_call(q, k, v, **keywords), target)
 
 
-def below(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return k <= q
-
-
 def far_below(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score - 1e30
 
@@ -59,27 +55,6 @@ def test_the_library_decides_by_default(function: Callable[..., Any]) -> None:
 
 def test_arguments_on_their_way_have_the_same_default() -> None:
     assert Options().num_splits == 0
-
-
-@pytest.mark.parametrize("shape", FEW.values(), ids=FEW)
-def test_one_pass_beside_what_pieces_are_not_for(shape: tuple[int, ...]) -> None:
-    """Nothing is refused, and tiles that the caller chose are those of one pass."""
-    queries, _, heads, _ = shape
-    low = torch.empty(1, heads, queries)
-    others: list[dict[str, Any]] = [
-        {"max_scores": low},
-        {"score_mod": far_below, "lse_low": low},
-        {"config": {"tile_m": 128, "tile_n": 64, "num_stages": 2}},
-        {"config": {"skip_blocks": False}},
-    ]
-    for keywords in others:
-        default, one_pass = plan_of(shape, **keywords), plan_of(shape, num_splits=1, **keywords)
-        assert default.splits is None
-        assert default.choice == one_pass.choice
-    pairs = plan_of((512, 8192, 8, 8), BLACKWELL, config={"cta_pair": True})
-    assert pairs.splits is None and pairs.fwd_choice.tiles.cta_pair
-    # a config that leaves all to the library chooses nothing
-    assert plan_of(shape, config={"tile_m": None}) == plan_of(shape)
 
 
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=lambda target: target.arch)

@@ -36,11 +36,13 @@ class Device:
         return make_inputs(case, self.where, seed)
 
     def moved(self, given: Any) -> Any:
-        """Tensors of the CPU, also in mappings and tuples, where this device reads them."""
+        """Tensors, also in mappings, lists and tuples, where this device reads them."""
         if isinstance(given, Tensor):
             return given.to(self.where)
         if isinstance(given, dict):
             return {name: self.moved(x) for name, x in given.items()}
+        if isinstance(given, list):
+            return [self.moved(x) for x in given]
         if isinstance(given, tuple) and any(isinstance(x, Tensor) for x in given):
             return type(given)(*map(self.moved, given))
         return given
