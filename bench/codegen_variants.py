@@ -178,16 +178,16 @@ def compile_variant(name: str) -> Built:
         compiled = build_bwd(problem, choice, target, mods)
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
     shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
+    spec = arch_spec(target).of(problem)
     tiles = select_fwd_config(
         problem,
         shapes,
         walk=WalkFacts(
             variant.window, variant.block_size, variant.decode_rows, variant.selected_block
         ),
-        spec=arch_spec(target).of(problem),
+        spec=spec,
     ).tiles
-    fields = tiles.arguments(arch_spec(target).of(problem).forward)
-    return Built(build_fwd(problem, tiles, target, variant.mods), fields)
+    return Built(build_fwd(problem, tiles, target, variant.mods), tiles.arguments(spec.forward))
 
 
 def _with_sums(
@@ -294,6 +294,15 @@ def _statistics() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"statistics-d128-{kind}", _variant(128, mods, statistics=names)
     few = _variant(128, packed_heads=GROUP, statistics=names[:1])
     yield "statistics-decode-d128", replace(few, decode_rows=GROUP)
+
+
+def _tangents() -> Iterator[tuple[str, AttentionVariant]]:
+    names = "full", "causal", "window", "varlen", "columns1", "columns2", "columns4", "mask_mod"
+    of_both = dict(_both_directions())
+    for name in (*(f"d{d}-{mask}" for d in (64, 128) for mask in names), "d96-causal"):
+        variant = of_both[name]
+        problem = replace(variant.problem, is_tangent=True)
+        yield f"tangent-{name}", replace(variant, problem=problem)
 
 
 def _selections() -> Iterator[tuple[str, AttentionVariant]]:
@@ -570,4 +579,5 @@ VARIANTS: dict[str, Variant] = {
     **dict(_decoding()),
     **dict(_selections()),
     **dict(_statistics()),
+    **dict(_tangents()),
 }

@@ -288,7 +288,7 @@ def _check_shapes(
             given, missing = missing, given
         raise ValueError(f"{given} is given and {missing} is not; full blocks need both or none")
     tensors: dict[str, Any] = {
-        name: x for name, x in _named_tensors(lists) if x is not None or name.startswith("mask")
+        name: x for name, x in named_tensors(lists) if x is not None or name.startswith("mask")
     }
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -322,7 +322,7 @@ def _check_shapes(
 def _check_entries(lists: BlockSparseTensorsTorch) -> None:
     num_blocks = lists.mask_block_idx.shape[-1]
     column = torch.arange(num_blocks, device="cpu")
-    for name, tensor in _named_tensors(lists):
+    for name, tensor in named_tensors(lists):
         if tensor is None or tensor.numel() == 0:
             continue
         if name.endswith("cnt"):
@@ -396,7 +396,8 @@ def as_block_size(value: Any, name: str) -> tuple[int, int]:
     return block_q, block_k
 
 
-def _named_tensors(lists: BlockSparseTensorsTorch) -> list[tuple[str, Tensor | None]]:
+def named_tensors(lists: BlockSparseTensorsTorch) -> list[tuple[str, Tensor | None]]:
+    """The tensors of lists by the names of their fields."""
     return list(zip(lists._fields[:4], lists[:4], strict=True))
 
 
@@ -586,7 +587,7 @@ class _Kept(Generic[_Made]):
         make: Callable[..., _Made] | None = None,
     ) -> _Made:
         make = make or self._make
-        tensors = [tensor for _, tensor in _named_tensors(lists) if tensor is not None]
+        tensors = [tensor for _, tensor in named_tensors(lists) if tensor is not None]
         if any(tensor.is_inference() for tensor in tensors):
             return make(lists, *sizes)
         key = tuple(map(id, tensors)), lists.block_size, sizes
@@ -609,7 +610,7 @@ class _Kept(Generic[_Made]):
 
     def put(self, lists: BlockSparseTensorsTorch, sizes: tuple[int, ...], result: _Made) -> None:
         """Keep a result for these tensors, as they are now."""
-        tensors = [tensor for _, tensor in _named_tensors(lists) if tensor is not None]
+        tensors = [tensor for _, tensor in named_tensors(lists) if tensor is not None]
         key = tuple(map(id, tensors)), lists.block_size, sizes
         references = [weakref.ref(tensor, lambda _: self._drop(key)) for tensor in tensors]
         versions = [tensor._version for tensor in tensors]

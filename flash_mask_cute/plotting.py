@@ -24,6 +24,7 @@ from flash_mask_cute.block_sparsity import (
     check_block_lists,
     dense_states,
     from_block_mask,
+    named_tensors,
 )
 from flash_mask_cute.cpu.tiles import classes_of_columns
 from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods
@@ -259,12 +260,7 @@ def _of_first_head(lists: Any) -> Any:
 
 def _of_lists(mask: Any, seqlen_q: int | None, seqlen_k: int | None) -> _Scores:
     lists = from_block_mask(mask)
-    lists = lists._replace(
-        mask_block_cnt=_of_first_head(lists.mask_block_cnt),
-        mask_block_idx=_of_first_head(lists.mask_block_idx),
-        full_block_cnt=_of_first_head(lists.full_block_cnt),
-        full_block_idx=_of_first_head(lists.full_block_idx),
-    )
+    lists = lists._replace(**{name: _of_first_head(x) for name, x in named_tensors(lists)})
     block, most = lists.block_size, lists.seqlens
     if most is None:
         sizes = as_block_size(DEFAULT_BLOCK if block is None else block, "block_size")

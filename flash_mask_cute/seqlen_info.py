@@ -92,35 +92,24 @@ class SeqlenInfoQK:
         return self.seqlen_k - self.seqlen_q if self.q_start is None else self.q_start
 
 
-@dataclass(frozen=True)
-class SeqlenInfoQKNewK:
+@dataclass(frozen=True, kw_only=True)
+class SeqlenInfoQKNewK(SeqlenInfoQK):
     """Lengths of one batch entry; its key cache grows by new keys in the same call.
 
     The cache slot holds `leftpad_k` tokens of padding, then `seqlen_k_og` keys; the
     `seqlen_k_new` new keys follow them. Logical key j of the `seqlen_k = seqlen_k_og +
     seqlen_k_new` keys lives at `offset_k + j` in the cache (`offset_k` is past the padding), and
-    new key j at `offset_k_new + j` of the packed new keys. It has all fields of `SeqlenInfoQK`,
-    and can take its place.
+    new key j at `offset_k_new + j` of the packed new keys.
     """
 
-    offset_q: IntLike
-    offset_k: IntLike
     offset_k_new: IntLike
     leftpad_k: IntLike
-    seqlen_q: IntLike
-    seqlen_k: IntLike
     seqlen_k_og: IntLike
     seqlen_k_new: IntLike
-    has_cu_seqlens_q: bool = False
-    has_cu_seqlens_k: bool = False
     has_cu_seqlens_k_new: bool = False
-    has_seqused_q: bool = False
-    has_seqused_k: bool = False
-    q_start: IntLike | None = None
-    window_right: IntLike | None = None
 
     @staticmethod
-    def create(
+    def create(  # type: ignore[override]
         batch_idx: IntLike,
         cache: SeqlenInfoQK,
         seqlen_k_new_static: IntLike = 0,
@@ -135,20 +124,15 @@ class SeqlenInfoQKNewK:
         offset_k_new, seqlen_k_new = _slot(batch_idx, seqlen_k_new_static, mCuSeqlensKNew, None)
         leftpad_k = 0 if mLeftpadK is None else _read(mLeftpadK, batch_idx)
         seqlen_k_og = cache.seqlen_k - leftpad_k
+        of_cache = vars(cache) | {
+            "offset_k": cache.offset_k + leftpad_k,
+            "seqlen_k": seqlen_k_og + seqlen_k_new,
+        }
         return SeqlenInfoQKNewK(
-            offset_q=cache.offset_q,
-            offset_k=cache.offset_k + leftpad_k,
+            **of_cache,
             offset_k_new=offset_k_new,
             leftpad_k=leftpad_k,
-            seqlen_q=cache.seqlen_q,
-            seqlen_k=seqlen_k_og + seqlen_k_new,
             seqlen_k_og=seqlen_k_og,
             seqlen_k_new=seqlen_k_new,
-            has_cu_seqlens_q=cache.has_cu_seqlens_q,
-            has_cu_seqlens_k=cache.has_cu_seqlens_k,
             has_cu_seqlens_k_new=mCuSeqlensKNew is not None,
-            has_seqused_q=cache.has_seqused_q,
-            has_seqused_k=cache.has_seqused_k,
-            q_start=cache.q_start,
-            window_right=cache.window_right,
         )

@@ -203,14 +203,20 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
     new = NewRows(k, v, cu_seqlens_k_new, *rotary)
-    returns = return_lse, return_softmax_lse
+    return _attend_and_name(cache, cache_seqlens, new, call, (return_lse, return_softmax_lse))
+
+
+def _attend_and_name(
+    cache: Cache, cache_seqlens: Any, new: NewRows, call: AttentionCall, returns: tuple[bool, bool]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`_attend_over`, whose errors name what a mod of the caller captured."""
     if torch.compiler.is_compiling():
         return _attend_over(cache, cache_seqlens, new, call, returns, is_compiling=True)
-    # here, because a function of its own would cost each call a frame
     try:
         return _attend_over(cache, cache_seqlens, new, call, returns, is_compiling=False)
     except OutsideError as error:
-        mods = score_mod, mask_mod, aux_tensors
+        masks = call.masks or NO_MASKS
+        mods = masks.score_mod, masks.mask_mod, masks.aux_tensors
         raise named_by_mods(error, *mods, cache.device) from error
 
 

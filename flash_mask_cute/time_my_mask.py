@@ -146,11 +146,11 @@ def check(problem: Problem, calls: dict[str, Callable[..., Tensor]]) -> bool:
         for what, x, reference, near in zip(
             ("out", "dq", "dk", "dv"), results, references, rounded, strict=True
         ):
-            error, bound = ((y.double() - reference).abs().max().item() for y in (x, near))
+            distance, bound = ((y.double() - reference).abs().max().item() for y in (x, near))
             bound = 2 * bound + 2**-8 * reference.abs().max().item()
-            is_right = error <= bound
+            is_right = distance <= bound
             all_right = all_right and (is_right or call is not ours)
-            told.append(f"{what} {error:.1e}{'' if is_right else ' WRONG'} (bound {bound:.1e})")
+            told.append(f"{what} {distance:.1e}{'' if is_right else ' WRONG'} (bound {bound:.1e})")
         _say(f"{name:24}largest error of {', '.join(told)}")
     return all_right
 
@@ -224,9 +224,9 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 1
-    calls = {"flash_mask_cute": ours}
+    calls: dict[str, Callable[..., Tensor]] = {"flash_mask_cute": ours}
     if has_kernels:
-        compiled = torch.compile(theirs.flex_attention, dynamic=False)
+        compiled: Any = torch.compile(theirs.flex_attention, dynamic=False)
         calls["torch flex_attention"] = lambda x, block_mask: compiled(
             *x[:3], x.mods.score_mod, block_mask, enable_gqa=True
         )

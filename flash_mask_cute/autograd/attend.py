@@ -8,17 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.aux_order import why_unordered
 from flash_mask_cute.autograd.eager import Attention
-from flash_mask_cute.autograd.forward_mode import (
-    at_dual_level,
-    attend_with_tangents,
-    carries_tangents,
-    outside_transforms,
-)
+from flash_mask_cute.autograd.forward_mode import at_dual_level, attend_with_tangents
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
 from flash_mask_cute.autograd.passes import recorded, refuse_dual_level, with_outputs
 from flash_mask_cute.autograd.torch_ops import IMPLEMENTATIONS, to_operator
@@ -105,8 +101,8 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
             unordered = why_unordered(x.q.device, x.have_shared_keys)
         in_order = settle_order(reason, unordered, deterministic)
         call = replaced(call, backward=replaced(call.backward, deterministic=in_order))
-    if at_dual_level() and carries_tangents(call):
-        out, lse, largest = attend_with_tangents(call, return_max)
+    if at_dual_level() and (found := attend_with_tangents(call, return_max)) is not None:
+        out, lse, largest = found
         return Results(out, lse, largest if return_max else None)
     refused = None
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0):
@@ -169,7 +165,8 @@ def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
             return call
         mods = mods_in_graph(*given, q.device.type, False)
     elif in_transform():
-        with outside_transforms():
+        # which would have a part in the trace of a mod
+        with temporarily_clear_interpreter_stack():
             return with_cute_mods(call, masks)
     else:
         device = getattr(q, "device", None)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.passes import (
-    NO_FORWARD_MODE,
     gradients_of,
     recorded,
     refuse_second_derivative,
@@ -57,10 +56,6 @@ class Attention(torch.autograd.Function):
         run = _run_backward_once if torch.is_grad_enabled() else _run_backward_of_any
         gradients, daux = gradients_of(ctx, grads, run, ctx.wants_aux)
         return *gradients, None, None, None, *map(daux.get, ctx.wants_aux)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(NO_FORWARD_MODE)
 
 
 class _AttentionBackward(torch.autograd.Function):

@@ -26,7 +26,6 @@ from flash_mask_cute.call.arguments import (
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.named_tuples import made, replaced
 
-NO_FORWARD_MODE = "forward-mode differentiation of attention is not supported"
 _NO_TENSORS: Any = Tensors(None, None, None)  # type: ignore[arg-type]
 
 
@@ -34,7 +33,7 @@ def refuse_dual_level() -> None:
     """Refuse forward-mode tangents, which operators would drop and cannot see below autograd. None
     come from a Function, whose own jvp makes those of its results."""
     if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        raise NotImplementedError(NO_FORWARD_MODE)
+        raise NotImplementedError("forward-mode differentiation of attention is not supported here")
 
 
 def with_outputs(call: AttentionCall, wants_max: bool, wants_low: bool = True) -> AttentionCall:

@@ -56,6 +56,8 @@ from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 # but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
 _TILE_N = 128
 
+# the first fields of `BlockSparseTensorsTorch`
+_LISTS = "mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"
 # The arguments of an operator after q, k, v and learnable_sink, in its order: those of a call as
 # they are, then its masks, callables (names of `mod_names`) and configs (text) in other forms.
 # torch looks for subclasses in a Tensor[], but not in a Tensor[]?: empty is aux_tensors None.
@@ -65,10 +67,7 @@ _ARGUMENTS = {row.name: row.schema for row in OF_OPERATORS} | {
     "mask_mod": "str?",
     "score_mod_bwd": "str?",
     "aux_tensors": "Tensor[]",
-    "mask_block_cnt": "Tensor?",
-    "mask_block_idx": "Tensor?",
-    "full_block_cnt": "Tensor?",
-    "full_block_idx": "Tensor?",
+    **dict.fromkeys(_LISTS, "Tensor?"),
     "block_q": "SymInt?",
     "block_k": "SymInt?",
     "list_seqlens": "SymInt[]?",
@@ -219,15 +218,8 @@ def _operator_lists(given: Any) -> dict[str, Any]:
         return {"mask_block_idx": given.indices, "block_k": given.block_size}
     lists = from_block_mask(given)
     block_q, block_k = (None, None) if lists.block_size is None else lists.block_size
-    return {
-        "mask_block_cnt": lists.mask_block_cnt,
-        "mask_block_idx": lists.mask_block_idx,
-        "full_block_cnt": lists.full_block_cnt,
-        "full_block_idx": lists.full_block_idx,
-        "block_q": block_q,
-        "block_k": block_k,
-        "list_seqlens": lists.seqlens,
-    }
+    sizes = {"block_q": block_q, "block_k": block_k, "list_seqlens": lists.seqlens}
+    return {**dict(zip(_LISTS, lists, strict=False)), **sizes}
 
 
 def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
@@ -284,13 +276,9 @@ def _from_operator(
         block_size = None
         if x["block_q"] is not None and x["block_k"] is not None:
             block_size = x["block_q"], x["block_k"]
+        seqlens = tuple(x["list_seqlens"]) if x["list_seqlens"] else None
         lists = BlockSparseTensorsTorch(
-            x["mask_block_cnt"],
-            x["mask_block_idx"],
-            x["full_block_cnt"],
-            x["full_block_idx"],
-            block_size,
-            tuple(x["list_seqlens"]) if x["list_seqlens"] else None,
+            **{name: x[name] for name in _LISTS}, block_size=block_size, seqlens=seqlens
         )
     causal = bool(x["columns_causal"])
     if x["document_starts"] is not None:
@@ -304,15 +292,9 @@ def _from_operator(
     start = QStart.from_operator(x["q_start"], x["q_starts"])
     if x["scale"] is not None:
         x["softmax_scale"] = x["scale"].item()
+    lengths = CallLengths(**of_bundle("lengths", x))
     return AttentionCall(
-        Tensors(
-            q,
-            k,
-            v,
-            sink,
-            CallLengths(**of_bundle("lengths", x)),
-            optional_of(of_bundle("optional", x).values()),
-        ),
+        Tensors(q, k, v, sink, lengths, optional_of(of_bundle("optional", x).values())),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
         Options(q_start=start, config=config, **of_bundle("options", x)),
         BackwardOptions(
@@ -536,7 +518,7 @@ def _refuse_batches(*arguments: Any) -> Any:
             check_plain(name, x)
 
 
-# of whom the errors are those of attention
+# their errors are those of attention
 IMPLEMENTATIONS = frozenset(
     implementation.__code__
     for implementation in (

@@ -15,8 +15,8 @@ from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.mods.read_classes import ReadClass
 from flash_mask_cute.mods.traits import bias_bits, find_reads, find_reliance
 
-# Entries for which rows are loaded once; and query blocks of QUERY_BLOCK rows for each SM, of which
-# the first one loads.
+# The least entries that share loaded rows, and the least query blocks of QUERY_BLOCK rows for each
+# SM; the first one loads.
 LEAST_BATCH, LEAST_TILES, QUERY_BLOCK = 16, 4, 128
 # So few queries fill smaller tiles better.
 SHORT_QUERIES = 64

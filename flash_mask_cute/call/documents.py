@@ -10,6 +10,7 @@ call is so large that looking for them, and packed kernels where there are none,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -242,6 +243,7 @@ def _memory_by_heads(output: Tensor | None) -> Tensor | None:
 # -- prepared calls ----------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class PackedForward:
     """Runs the prepared call of a packed batch on dense tensors.
 
@@ -250,12 +252,9 @@ class PackedForward:
     where they begin.
     """
 
-    __slots__ = ("_mask_causal", "_needs_lse", "inner")
-
-    def __init__(self, inner: PreparedFwd, needs_lse: bool, mask_causal: bool | None) -> None:
-        self.inner = inner
-        self._needs_lse = needs_lse
-        self._mask_causal = mask_causal
+    inner: PreparedFwd
+    needs_lse: bool
+    mask_causal: bool | None
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
@@ -266,11 +265,11 @@ class PackedForward:
         out, lse = tensors.out, tensors.lse
         if out is None:
             out = q.new_empty((batch, seqlen, heads, tensors.v.shape[-1]))
-        if lse is None and self._needs_lse:
+        if lse is None and self.needs_lse:
             lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
         packed = as_rows(tensors._replace(out=out, lse=lse))
-        if self._mask_causal is not None:
-            packed, masks = by_documents(packed, masks, self._mask_causal, batch)
+        if self.mask_causal is not None:
+            packed, masks = by_documents(packed, masks, self.mask_causal, batch)
         self.inner(packed, masks)
         if batch > 1:
             # a kernel would not ask in which mode the caller made them
@@ -283,22 +282,20 @@ class PackedForward:
         return out, lse
 
 
+@dataclass(slots=True)
 class PackedBackward:
     """As `PackedForward`, for a backward."""
 
-    __slots__ = ("_mask_causal", "inner")
-
-    def __init__(self, inner: PreparedBwd, mask_causal: bool | None) -> None:
-        self.inner = inner
-        self._mask_causal = mask_causal
+    inner: PreparedBwd
+    mask_causal: bool | None
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = with_gradients(tensors)
         given: Any = tensors.gradients
-        if self._mask_causal is not None:
+        if self.mask_causal is not None:
             batch = tensors.q.shape[0]
-            tensors, masks = by_documents(tensors, masks, self._mask_causal, batch)
+            tensors, masks = by_documents(tensors, masks, self.mask_causal, batch)
         self.inner(as_rows_bwd(tensors), masks)
         return given.dq, given.dk, given.dv

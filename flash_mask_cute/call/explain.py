@@ -103,12 +103,8 @@ class Explanation:
             "shared memory": f"{self.smem_bytes} bytes",
             "copies": self.copies or "none",
         }
-        if self.pages:
-            lines["pages"] = self.pages
-        if self.selection:
-            lines["selection"] = self.selection
-        if self.tables:
-            lines["tables"] = self.tables
+        optional = {"pages": self.pages, "selection": self.selection, "tables": self.tables}
+        lines |= {name: text for name, text in optional.items() if text}
         if self.backward is not None:
             lines |= self.backward.lines()
         if self.note:

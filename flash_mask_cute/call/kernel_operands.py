@@ -88,24 +88,16 @@ def _float(_: AttentionProblem, __: Any) -> Any:
     return cutlass.Float32(1.0)
 
 
-def _softcap(x: AttentionProblem, tiles: Any) -> Any:
-    return _float(x, tiles) if x.has_softcap else None
-
-
-def _columns(x: AttentionProblem, _: Any) -> Any:
-    return None if x.intervals is None else (strided(4), strided(4))
-
-
 def _block_bits(x: AttentionProblem, _: Any) -> Any:
     if x.query_lists:
         return fake_tensors.query_lists()
     if x.has_selected:
         return fake_tensors.selection_bits(x.selection_dtype)
-    return fake_tensors.block_bits(x)
+    return fake_tensors.block_bits(x.has_bits)
 
 
 def _aux_tensors(x: AttentionProblem, _: Any) -> Any:
-    given = fake_tensors.aux_tensors(x)
+    given = fake_tensors.aux_tensors(x.aux)
     return (*(given or ()), *(fake_tensors.rows(name, 3) for name in x.tables)) or None
 
 
@@ -124,10 +116,15 @@ _WINDOW = (
     KernelOperand("window_size_right", "window_right", lambda x, _: fake_tensors.window(x)[1]),
 )
 _AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", _aux_tensors)
-_SOFTCAP = KernelOperand("softcap", "softcap", _softcap)
-_COLUMNS = KernelOperand("column_tensors", "columns", _columns)
+_SOFTCAP = KernelOperand(
+    "softcap", "softcap", lambda x, tiles: _float(x, tiles) if x.has_softcap else None
+)
+_COLUMNS = KernelOperand(
+    *("column_tensors", "columns"),
+    lambda x, _: None if x.intervals is None else (strided(4), strided(4)),
+)
 _BLOCK_BITS = KernelOperand("block_bits", "bits", _block_bits)
-_Q_START = KernelOperand("mQStart", "q_start", lambda x, _: fake_tensors.q_start(x))
+_Q_START = KernelOperand("mQStart", "q_start", lambda x, _: fake_tensors.q_start(x.q_start))
 _SCALE = KernelOperand("softmax_scale", "scale", _float)
 _STREAM = KernelOperand(STREAM, STREAM, lambda _, __: fake_tensors.stream())
 
@@ -159,16 +156,14 @@ def _mask_bits_fwd(x: AttentionProblem, tiles: FwdTiles) -> Any:
     return _mask_bits(x, BitTiles.for_forward(tiles.tile_m, tiles.tile_n))
 
 
-def _counter_fwd(x: AttentionProblem, _: Any) -> Any:
-    return None if x.split == BY_STREAM_K else fake_tensors.counter()
-
-
 def _partials(x: AttentionProblem, _: Any) -> Any:
     """Destination of the splits of work tiles, or of statistics."""
     import cutlass
 
     if x.statistics:
         return _statistics(x)
+    if x.is_tangent:
+        return _q(x, _), _k(x, _), _v(x, _), _out(x, _), _rows(True, x)
     if x.split in (None, ONE_FIXED_SPLIT):
         return None
     if x.split == SEQUENTIAL_SPLITS:
@@ -230,7 +225,10 @@ FORWARD = (
     KernelOperand("blocksparse_tensors", "lists", _lists),
     _AUX_TENSORS,
     _SOFTCAP,
-    KernelOperand("tile_counter", "counter", _counter_fwd),
+    KernelOperand(
+        *("tile_counter", "counter"),
+        lambda x, _: None if x.split == BY_STREAM_K else fake_tensors.counter(),
+    ),
     _COLUMNS,
     KernelOperand("block_size", "block_size", lambda x, _: int32_pair() if x.has_lists else None),
     _BLOCK_BITS,
@@ -270,10 +268,6 @@ def _dq_accum(x: AttentionProblem, choice: BwdChoice) -> Any:
     return _q(x, choice) if x.is_wide else scratch(choice.tiles.tile_m * choice.tile_d)
 
 
-def _semaphores(x: AttentionProblem, choice: BwdChoice) -> Any:
-    return None if choice.tiles.clears_dq or x.is_wide else strided(2)
-
-
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:
     """Whether several CTAs have the same keys, and leave partial sums of dK and dV."""
     return choice.tiles.splits_group or x.query_lists > 0
@@ -311,7 +305,10 @@ BACKWARD = (
     KernelOperand("mdO", "dout", _out),
     KernelOperand("mStats", "stats", _stats),
     KernelOperand("mdQaccum", "dq_accum", _dq_accum),
-    KernelOperand("mSemaphores", "semaphores", _semaphores),
+    KernelOperand(
+        *("mSemaphores", "semaphores"),
+        lambda x, choice: None if choice.tiles.clears_dq or x.is_wide else strided(2),
+    ),
     KernelOperand("mdK", "dk_sums", _dk),
     KernelOperand("mdV", "dv_sums", _dv),
     _SCALE,

@@ -174,7 +174,7 @@ def _metadata_of_lengths(lengths: CallLengths) -> tuple[Any, ...]:
 
 
 def _aux_key(daux: Sequence[Tensor | None], masks: Masks | None) -> tuple[Any, ...]:
-    """Key of gradients and of their aux tensors, by whose coordinates gradients are added."""
+    """Key of gradients and their aux tensors; gradients are added at coordinates of these."""
     aux_tensors = () if masks is None or masks.aux_tensors is None else masks.aux_tensors
     pairs = zip(daux, aux_tensors, strict=True)
     return tuple(None if x is None else (metadata(x), aux.shape) for x, aux in pairs)

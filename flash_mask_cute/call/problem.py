@@ -121,7 +121,7 @@ class AttentionProblem:
     forward share (`bias_rows.py`), 0 if they do not, or are few. statistics: names of the results
     of a kernel of statistics (`statistics.py`), which is exact in `deterministic` sums of keys;
     statistics_block: rows and keys of its sums of blocks, and whether rows of all sequences follow
-    each other in them.
+    each other in them. is_tangent: of the kernel of forward mode (`tangent.py`).
 
     The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
     only as bits.
@@ -177,6 +177,7 @@ class AttentionProblem:
     bias_bits: int = 0
     statistics: tuple[str, ...] = ()
     statistics_block: tuple[int, int, bool] = (1, 128, True)
+    is_tangent: bool = False
 
     @property
     def cached_bias_bits(self) -> int:

@@ -25,8 +25,8 @@ ROWS = MOST_HEADS = 64
 TILES_N = (128, 64)
 # a warpgroup sums half of the columns, in one part
 _DIMS = "up to 64, or from 97 to 128"
-# rows of a range of queries, most of which stay in the L2 cache: at least so many bytes, and
-# at most
+# bytes of the rows in a range of queries, which should mostly stay in the L2 cache: the least and
+# the most
 L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20
 # blocks of queries that a work tile should visit in a range, where selections are random
 LEAST_VISITS = 8

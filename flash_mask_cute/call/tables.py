@@ -242,7 +242,7 @@ def build_difference_tables(
     from flash_mask_cute.mods.difference_tables_kernel import DifferenceTables as Kernel
 
     tables = tuple(fake_tensors.rows(problem.aux[read.tensor][0], 3) for read in reads)
-    arguments = [tables, fake_tensors.aux_tensors(problem), fake_tensors.stream()]
+    arguments = [tables, fake_tensors.aux_tensors(problem.aux), fake_tensors.stream()]
     return compile_object(Kernel(score_mod, reads), arguments, options_of(target))
 
 

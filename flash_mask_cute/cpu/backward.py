@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import Tensors
 from flash_mask_cute.cpu.call import CpuCall
 from flash_mask_cute.cpu.tiles import (
     NEG_INF,
@@ -57,9 +58,7 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
     lse: a float32 lse gives gradients a relative error of up to abs(lse) * 2^-24. Raises
     NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on the
     CPU, see `eval_mask_mod`; or a score_mod has no derivative."""
-    x, of = call.tensors, call.tensors.gradients
-    masks, pack_gqa = call.masks, call.tiles.pack_gqa
-    assert x.out is not None and of.dout is not None and x.lse is not None
+    x, masks, pack_gqa = call.tensors, call.masks, call.tiles.pack_gqa
     dq = x.q.new_zeros(x.q.shape)
     # several sequences may add to the same keys
     dk, dv = (y.new_zeros(y.shape, dtype=torch.float64) for y in (x.k, x.v))
@@ -69,21 +68,11 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
         chain = _chain_of(masks.score_mod, call.score_mod_bwd, call.aux_sums)
     for walk in sequence_walks(call):
         sink = walk.rows_of_sink(x.learnable_sink)
-        rows = _Rows.create(
-            walk.rows_of_q(x.q),
-            walk.rows_of_q(x.out),
-            walk.rows_of_q(of.dout),
-            walk.rows_of_q(x.lse.mT),
-            None if x.lse_low is None else walk.rows_of_q(x.lse_low.mT),
-            None if of.dlse is None else walk.rows_of_q(of.dlse.mT),
-            sink,
-        )
+        rows = _Rows.create(x, walk)
         of_tile = None
         if chain is not None:
             of_tile = partial(_chain_tile, chain, masks.aux_tensors, walk.batch_idx)
-        dq_rows, dk_rows, dv_rows = _sequence_gradients(
-            rows, walk.rows_of_k(x.k), walk.rows_of_k(x.v), walk, of_tile
-        )
+        dq_rows, dk_rows, dv_rows = _sequence_gradients(rows, x, walk, of_tile)
         dq[walk.slot_q] = from_rows(dq_rows, pack_gqa).to(dq.dtype)
         dk[walk.slot_k] += from_rows(dk_rows, 1)
         dv[walk.slot_k] += from_rows(dv_rows, 1)
@@ -111,26 +100,25 @@ class _Rows(NamedTuple):
     delta: Tensor
 
     @staticmethod
-    def create(
-        q: Tensor,
-        out: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        lse_low: Tensor | None,
-        dlse: Tensor | None,
-        sink: Tensor | None,
-    ) -> _Rows:
+    def create(tensors: Tensors, walk: SequenceWalk) -> _Rows:
+        """tensors: of a call of a backward."""
+        x, of = tensors, tensors.gradients
+        assert x.out is not None and of.dout is not None and x.lse is not None
+        q, out, dout, lse = (walk.rows_of_q(y) for y in (x.q, x.out, of.dout, x.lse.mT))
+        sink = walk.rows_of_sink(x.learnable_sink)
         empty = sees_nothing = lse == NEG_INF
         if sink is not None:
             # marked as the kernel does; it could be a row that sees values of 0 and little else
             of_sink = (lse - sink).abs() <= SINK_RTOL * sink.abs().clamp(min=1.0)
             is_hostile = ~(q.isfinite().all(dim=-1) & dout.isfinite().all(dim=-1))
             sees_nothing = empty | (of_sink & (out == 0).all(dim=-1) & is_hostile)
-        q, dout = (x.masked_fill(sees_nothing[..., None], 0.0) for x in (q, dout))
+        q, dout = (y.masked_fill(sees_nothing[..., None], 0.0) for y in (q, dout))
         delta = (dout * out).sum(dim=-1)
-        if dlse is not None:
-            delta = delta - dlse
-        low = torch.zeros_like(lse) if lse_low is None else lse_low.masked_fill(empty, 0.0)
+        if of.dlse is not None:
+            delta = delta - walk.rows_of_q(of.dlse.mT)
+        low = torch.zeros_like(lse)
+        if x.lse_low is not None:
+            low = walk.rows_of_q(x.lse_low.mT).masked_fill(empty, 0.0)
         return _Rows(q, dout, lse.masked_fill(empty, -NEG_INF), low, delta.masked_fill(empty, 0.0))
 
     def sink_gradient(self, sink: Tensor) -> Tensor:
@@ -140,12 +128,12 @@ class _Rows(NamedTuple):
 
 def _sequence_gradients(
     row_values: _Rows,
-    k: Tensor,
-    v: Tensor,
+    tensors: Tensors,
     walk: SequenceWalk,
     chain: Callable[[Tensor, Tile, Tensor], tuple[Tensor, _PullBack]] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of one batch entry; k and v are (heads_kv, 1, seqlen_k, .)."""
+    """dq, dk and dv of one batch entry."""
+    k, v = walk.rows_of_k(tensors.k), walk.rows_of_k(tensors.v)
     dq, dk, dv = (torch.zeros_like(x) for x in (row_values.q, k, v))
     for n_block in range(walk.num_n_blocks):
         keys = walk.keys(n_block)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import Tensors
 from flash_mask_cute.cpu.call import CpuCall
 from flash_mask_cute.cpu.splits import Cuts, RowCuts, StreamKCuts
 from flash_mask_cute.cpu.tiles import (
@@ -51,16 +52,8 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
         modify = None
         if masks.score_mod is not None:
             modify = partial(modify_tile, masks.score_mod, masks.aux_tensors, walk.batch_idx)
-        sequence_out, *row_values = _attend_sequence(
-            walk.rows_of_q(x.q),
-            walk.rows_of_k(x.k),
-            walk.rows_of_k(x.v),
-            walk.rows_of_sink(x.learnable_sink),
-            walk,
-            modify,
-            None if cuts is None else partial(cuts.of, number),
-            torch.float32 if x.lse is None else x.lse.dtype,
-        )
+        cuts_of = None if cuts is None else partial(cuts.of, number)
+        sequence_out, *row_values = _attend_sequence(x, walk, modify, cuts_of)
         x.out[walk.slot_q] = from_rows(sequence_out, tiles.pack_gqa).to(x.out.dtype)
         for target, values in zip(targets, row_values, strict=True):
             if target is not None:
@@ -68,19 +61,17 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
 
 
 def _attend_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
+    tensors: Tensors,
     walk: SequenceWalk,
     modify: Callable[[Tensor, Tile, Tensor], None] | None,
-    cuts: Callable[[int], Mapping[int, Tensor]] | None = None,
-    lse_dtype: torch.dtype = torch.float32,
+    cuts: Callable[[int], Mapping[int, Tensor]] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One batch entry: q (heads_kv, lanes, rows, d), k and v (heads_kv, 1, seqlen_k, .), sink
-    (heads_kv, lanes, rows). Returns out and, for q's rows, lse, its rounding error in lse_dtype,
-    and the largest score.
-    modify(scores, tile, heads) works in place. cuts: `Cuts.of` of the sequence."""
+    """Out of one batch entry and, of its rows, lse, its rounding error in the dtype of the call's
+    lse, and the largest score. modify(scores, tile, heads) works in place. cuts: `Cuts.of` of the
+    sequence."""
+    q, sink = walk.rows_of_q(tensors.q), walk.rows_of_sink(tensors.learnable_sink)
+    k, v = walk.rows_of_k(tensors.k), walk.rows_of_k(tensors.v)
+    lse_dtype = torch.float32 if tensors.lse is None else tensors.lse.dtype
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], NEG_INF)
     low = q.new_zeros(q.shape[:-1])
@@ -133,17 +124,9 @@ def modify_tile(
 ) -> None:
     """Apply score_mod to scores (heads_kv, lanes, rows, keys) of the given heads."""
     for of_head in heads_in_tile(tile, heads):
-        of_head.part(scores).copy_(
-            eval_score_mod(
-                score_mod,
-                of_head.part(scores),
-                aux_tensors,
-                batch_idx,
-                of_head.head_idx,
-                of_head.q_idx,
-                of_head.k_idx,
-            )
-        )
+        place = aux_tensors, batch_idx, of_head.head_idx, of_head.q_idx, of_head.k_idx
+        part = of_head.part(scores)
+        part.copy_(eval_score_mod(score_mod, part, *place))
 
 
 class _Result(NamedTuple):

@@ -10,21 +10,11 @@ from flash_mask_cute.call.arguments import Tensors
 
 def keys_in_rows(x: Tensors) -> tuple[Tensor, Tensor]:
     """The keys and the values of a call as its sequences have them, in the dtype of q."""
-    of = x.optional
-    where = x.lengths.page_table, of.kv_batch_idx, of.leftpad_k
-    return _in_rows(x.k, of.k_descale, x.q.dtype, *where), _in_rows(
-        x.v, of.v_descale, x.q.dtype, *where
-    )
+    return _in_rows(x.k, x.optional.k_descale, x), _in_rows(x.v, x.optional.v_descale, x)
 
 
-def _in_rows(
-    cache: Tensor,
-    descale: Tensor | None,
-    dtype: torch.dtype,
-    page_table: Tensor | None,
-    kv_batch_idx: Tensor | None,
-    leftpad_k: Tensor | None,
-) -> Tensor:
+def _in_rows(cache: Tensor, descale: Tensor | None, x: Tensors) -> Tensor:
+    dtype, page_table = x.q.dtype, x.lengths.page_table
     by_head = descale is not None and descale.dim() == 2
     if cache.dtype != dtype:
         # exact, and NaN stays NaN
@@ -33,7 +23,7 @@ def _in_rows(
             cache *= descale[..., None]
     rows = cache
     if page_table is not None:
-        rows = gather_pages(cache, page_table, kv_batch_idx, leftpad_k)
+        rows = gather_pages(cache, page_table, x.optional.kv_batch_idx, x.optional.leftpad_k)
     if descale is not None and by_head:
         rows = rows * descale[:, None, :, None]
     return rows.to(dtype)

@@ -211,7 +211,7 @@ def copysign(x: Any, signed: Any) -> Any:
 
 
 def hypot(x: Any, y: Any) -> Any:
-    """sqrt(x^2 + y^2), of which no square overflows."""
+    """sqrt(x^2 + y^2) without an overflow of the squares."""
     dtype = _dtype(x, y)
     x, y = abs(dtype(x)), abs(dtype(y))
     large, small = where(x > y, x, y), where(x > y, y, x)

@@ -223,6 +223,10 @@ def _divided(call: OpCall, whole: str, floating: str) -> Array:
     return found.never_negative() if name.startswith("nonneg") else found
 
 
+RULES["floor_divide"] = lambda call: _divided(call, "floor_divide", "float_floor_divide")
+RULES["remainder"] = lambda call: _divided(call, "remainder", "float_remainder")
+
+
 @rule("div", "true_divide", "divide")
 def _div(call: OpCall) -> Array:
     rounding = call.operand(2, "rounding_mode")
@@ -244,16 +248,6 @@ def _divides_as_product(x: Any, y: float) -> bool:
     other floats too, but not for integers, whose quotient may be rounded to a whole number next."""
     is_usual = math.isfinite(y) and 1e-30 < abs(y) < 1e30
     return is_usual and (abs(math.frexp(y)[0]) == 0.5 or promoted(x).is_floating_point)
-
-
-@rule("floor_divide")
-def _floor_divide(call: OpCall) -> Array:
-    return _divided(call, "floor_divide", "float_floor_divide")
-
-
-@rule("remainder")
-def _remainder(call: OpCall) -> Array:
-    return _divided(call, "remainder", "float_remainder")
 
 
 @rule("fmod")
@@ -316,12 +310,6 @@ def _clamp(call: OpCall) -> Array:
     return cast(as_array(value, call.dtype, call), call.dtype)
 
 
-@rule("relu")
-def _relu(call: OpCall) -> Array:
-    dtype = computed_in(call.dtype)
-    return call.elementwise(call.args[:1], dtype, lambda a: f"ops.maximum({a}, 0)", lambda _: 0)
-
-
 # -- functions of one number --------------------------------------------------------------------
 
 # of floating point; an integer operand becomes float32 first
@@ -341,17 +329,20 @@ _FUNCTIONS = {
     "reciprocal": "1.0 / {}",
     "silu": "{0} * ops.sigmoid({0})",
 }
+# of integers, too
+_FUNCTIONS |= {"neg": "-{}", "square": "{0} * {0}", "sign": "ops.sign({})", "sgn": "ops.sign({})"}
 
 
-def _function(template: str) -> Rule:
+def _function(template: str, low: Callable[..., float | None] = unknown) -> Rule:
     def apply(call: OpCall) -> Array:
-        dtype = computed_in(call.dtype)
-        return call.elementwise(call.args[:1], dtype, lambda a: template.format(a))
+        return call.elementwise(call.args[:1], computed_in(call.dtype), template.format, low)
 
     return apply
 
 
 RULES.update({name: _function(template) for name, template in _FUNCTIONS.items()})
+RULES["abs"] = _function("abs({})", lambda _: 0)
+RULES["relu"] = _function("ops.maximum({}, 0)", lambda _: 0)
 
 
 @rule("atan2", "arctan2", "copysign", "hypot")
@@ -378,27 +369,6 @@ def _rounded(call: OpCall) -> Any:
         raise NotLowerable("rounds to decimals: write torch.round(x * 10**n) / 10**n")
     name = {"round": "roundeven"}.get(call.name_of_operator, call.name_of_operator)
     return call.elementwise(call.args[:1], computed, lambda a: f"cute.math.{name}({a})")
-
-
-@rule("neg")
-def _neg(call: OpCall) -> Array:
-    return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"-{a}")
-
-
-@rule("abs")
-def _abs(call: OpCall) -> Array:
-    dtype = computed_in(call.dtype)
-    return call.elementwise(call.args[:1], dtype, lambda a: f"abs({a})", lambda _: 0)
-
-
-@rule("square")
-def _square(call: OpCall) -> Array:
-    return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"{a} * {a}")
-
-
-@rule("sign", "sgn")
-def _sign(call: OpCall) -> Array:
-    return call.elementwise(call.args[:1], computed_in(call.dtype), lambda a: f"ops.sign({a})")
 
 
 @rule("isnan", "isinf")
@@ -641,9 +611,7 @@ def _reduced(
         parts = [elements[i] for i in row]
         total = functools.reduce(
             lambda a, b: call.name_element(
-                Element(
-                    write(typed(a, dtype), b.text), is_simple=False, low=zero_if_both(a, b)
-                )  # fmt: skip
+                Element(write(typed(a, dtype), b.text), is_simple=False, low=zero_if_both(a, b))
             ),
             parts,
         )

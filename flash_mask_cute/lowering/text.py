@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -135,27 +136,20 @@ def write(
     return text if len(read) == len(text.sources) else _Writer(*given, read).text()[0]
 
 
+@dataclass
 class _Writer:
     """read: sources that the lines read, in the order found; None if not known yet."""
 
-    def __init__(
-        self,
-        mod_name: str,
-        is_score: bool,
-        module: GraphModule,
-        captured: tuple[CapturedTensor, ...],
-        first_aux: int,
-        checks: bool,
-        read: Sequence[int] | None,
-    ) -> None:
-        self._mod_name = mod_name
-        self._is_score = is_score
-        self._module = module
-        self._captured = captured
-        self._first_aux = first_aux
-        self._checks = checks
-        self._read = read
-        self._arguments = list(_SHORT)[0 if is_score else 1 :]
+    mod_name: str
+    is_score: bool
+    module: GraphModule
+    captured: tuple[CapturedTensor, ...]
+    first_aux: int
+    checks: bool
+    read: Sequence[int] | None
+
+    def __post_init__(self) -> None:
+        self._arguments = list(_SHORT)[0 if self.is_score else 1 :]
         self._known: dict[Node, Tensor] = {}
         self._hosted: set[Node] = set()
         self._values: dict[Node, Any] = {}
@@ -183,7 +177,7 @@ class _Writer:
     def _held(self, node: Node) -> None:
         """A tensor that is not an argument of the mod."""
         if node.meta["captured"] is None:
-            self._known[node] = getattr(self._module, str(node.target)).detach().cpu()
+            self._known[node] = getattr(self.module, str(node.target)).detach().cpu()
         else:
             self._hosted.add(node)
 
@@ -280,7 +274,7 @@ class _Writer:
             if tensor.dim() == 0:
                 return Array.of_tensor(tensor)
             aux = self._aux_of(Source(constant=tensor))
-            return Table.create(aux, tensor, tensor, self._checks)
+            return Table.create(aux, tensor, tensor, self.checks)
         if node not in self._values:
             self._values[node] = self._table(node, False)
         return self._values[node]
@@ -290,7 +284,7 @@ class _Writer:
         name = _name(node)
         path: Any = "a tensor"
         if node.op == "get_attr":
-            tensor, path = self._captured[node.meta["captured"]]
+            tensor, path = self.captured[node.meta["captured"]]
             source = Source(captured=node.meta["captured"], detached=detached)
         elif name in _LIFTS and name != "lift_fresh_copy":
             return self._table(node.args[0], detached or name == "detach")  # type: ignore[arg-type]
@@ -300,10 +294,10 @@ class _Writer:
             self._knows_shapes = True
         if tensor.dtype not in DSL_NAMES:
             raise TypeError(
-                f"{path}, which {self._mod_name} reads, has dtype {tensor.dtype}, which no kernel "
+                f"{path}, which {self.mod_name} reads, has dtype {tensor.dtype}, which no kernel "
                 "reads"
             )
-        return Table.create(self._aux_of(source), tensor, None, self._checks)
+        return Table.create(self._aux_of(source), tensor, None, self.checks)
 
     def _aux_of(self, source: Source) -> int:
         """The number of the aux tensor that a source becomes; if no line needs it, any number."""
@@ -311,9 +305,9 @@ class _Writer:
         number = next(found, len(self._sources))
         if number == len(self._sources):
             self._sources.append(source)
-        if self._read is not None:
-            number = self._read.index(number) if number in self._read else len(self._read)
-        return self._first_aux + number
+        if self.read is not None:
+            number = self.read.index(number) if number in self.read else len(self.read)
+        return self.first_aux + number
 
     # lines
 
@@ -336,8 +330,8 @@ class _Writer:
 
     def _result(self, returned: Any) -> str:
         """The return value of the mod, as an expression."""
-        wanted = torch.float32 if self._is_score else torch.bool
-        name = self._mod_name
+        wanted = torch.float32 if self.is_score else torch.bool
+        name = self.mod_name
         if isinstance(returned, Node):
             value = self._value(returned)
         elif isinstance(returned, bool | int | float):
@@ -352,37 +346,37 @@ class _Writer:
                 "each score"
             )
         is_bool = array.dtype == torch.bool
-        if self._is_score and is_bool:
+        if self.is_score and is_bool:
             raise TypeError(
                 f"{name} returned a bool: a score_mod must return a score; to hide scores, write "
                 "torch.where(condition, score, float('-inf')), or a mask_mod"
             )
-        if not self._is_score and not is_bool:
+        if not self.is_score and not is_bool:
             raise TypeError(
                 f"{name} returned {array.dtype}: a mask_mod must return a bool, as (x != 0) is"
             )
         element = ops.cast(array, wanted).elements[0]
-        return ops.typed(element, wanted) if self._is_score else element.text
+        return ops.typed(element, wanted) if self.is_score else element.text
 
     def text(self) -> tuple[Text, Sequence[int]]:
         """Only lines that the result needs, so that a mod reads no unused index. With the numbers
         of the sources that they read."""
         returned = ""
-        for node in self._module.graph.nodes:
+        for node in self.module.graph.nodes:
             if node.op == "output":
                 returned = self._result(node.args[0])
             else:
                 self._node(node)
         lines = _with_factors_joined(self._lines)
-        kind = "score_mod" if self._is_score else "mask_mod"
+        kind = "score_mod" if self.is_score else "mask_mod"
         source, reads = self._function(kind, lines, returned)
-        prefix = "" if self._is_score else self._prefix()
+        prefix = "" if self.is_score else self._prefix()
         if prefix:
             text, read = self._function("prefix_mod", lines, prefix)
             # of a constant mask, sources are not read
             source += "\n" + text if set(read) <= set(reads) else ""
-        sources = self._sources if self._read is None else [self._sources[i] for i in self._read]
-        first = self._first_aux
+        sources = self._sources if self.read is None else [self._sources[i] for i in self.read]
+        first = self.first_aux
         claims = frozenset((x.aux - first, *claim) for x in reads for claim in x.claims)
         whole = Text(source, tuple(sources), claims, self._knows_shapes)
         return whole, sorted({x.aux - first for x in reads})
@@ -390,7 +384,7 @@ class _Writer:
     def _prefix(self) -> str:
         """The condition of a `prefix_mod`, or nothing."""
         found = []
-        for node in find_prefixes(self._module):
+        for node in find_prefixes(self.module):
             value = self._values.get(node)
             if isinstance(value, Array) and value.elements[0].constant is None:
                 found.append(value.elements[0].text)
@@ -407,16 +401,16 @@ class _Writer:
                 if line.read is not None:
                     reads.append(line.read)
         unpacked = [f"{x} = {long}[0]" for x, long in _SHORT.items() if x in needed]
-        if self._is_score and unpacked == ["s = score[0]"] and _takes_rows((*kept, returned)):
+        if self.is_score and unpacked == ["s = score[0]"] and _takes_rows((*kept, returned)):
             # a kernel may hand over several scores of a row at once
             unpacked = ["s = score"]
-        score = "score, " if self._is_score else ""
+        score = "score, " if self.is_score else ""
         head = f"def {name}({score}{', '.join(INDEX_NAMES)}, aux):"
         body = [head, *unpacked, *reversed(kept), f"return {returned}"]
         return "\n    ".join(body) + "\n", reads
 
     def _refusal(self, node: Node, what: str) -> NotLowerable:
-        return NotLowerable(f"{self._mod_name}: aten.{_name(node)}{line_of(node)} {what}")
+        return NotLowerable(f"{self.mod_name}: aten.{_name(node)}{line_of(node)} {what}")
 
 
 # of floating point: constants of integers have no point and no exponent

@@ -22,7 +22,7 @@ from flash_mask_cute.runtime.target import Target
 KERNEL_NAME = "document_split"
 # at most one document may start in so many tokens; later starts are merged into it
 DOCUMENT_STRIDE = 512
-# keys of the blocks by whose bounds a slot knows the others; also those of most attention kernels
+# keys of the blocks that show a slot the bounds of others, as of tiles of most attention kernels
 BOUNDS_TILE = 128
 
 

@@ -108,8 +108,8 @@ def _build(
     kernel: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, columns, bool(problem.aux), *band)
     arguments: list[Any] = [fake_mask_bits(tiles, has_places=form != "entries")]
     mask_inputs = (
-        fake_tensors.block_bits(problem),
-        fake_tensors.aux_tensors(problem),
+        fake_tensors.block_bits(problem.has_bits),
+        fake_tensors.aux_tensors(problem.aux),
         fake_tensors.window(problem) if any(band[1:]) else None,
     )
     if form == "entries":

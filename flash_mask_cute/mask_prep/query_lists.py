@@ -195,7 +195,7 @@ def _build(facts: ListFacts, dtype: str, arch: str) -> Compiled:
             (facts.varlen_q, facts.varlen_k, facts.has_seqused_q, facts.has_seqused_k),
         ),
         *fake_tensors.window(facts),
-        fake_tensors.q_start(facts),
+        fake_tensors.q_start(facts.q_start),
         fake_tensors.strided(2 if facts.varlen_q else 3, "float32") if facts.has_lse else None,
     ]
     return compile_object(MakeQueryLists(facts.is_causal), arguments, options_for(arch))

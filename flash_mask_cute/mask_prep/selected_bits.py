@@ -19,7 +19,7 @@ WORD = 32
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of tile_m rows, `pack` neighbouring ones of which belong to a query."""
+    """Tiles of tile_m rows; `pack` neighbouring ones belong to a query."""
 
     tile_m: int
     pack: int

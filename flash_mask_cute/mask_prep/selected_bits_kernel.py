@@ -41,7 +41,7 @@ class SelectedBits:
         :param mRows: int32 (batch, heads, rows, words)
         :param mAny: int32 (batch, heads, tiles, words)
         :param mEvery: as mAny
-        :param tile_m: rows of a tile, `pack` neighbouring ones of which belong to a query
+        :param tile_m: rows of a tile; `pack` neighbouring ones belong to a query
         :param mCuSeqlensQ: int32 (num_sequences + 1,), where rows of all sequences are in one entry
         """
         batch, heads, tiles, words = mAny.shape

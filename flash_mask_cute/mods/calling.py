@@ -144,7 +144,7 @@ class RowPlace(NamedTuple):
     def create(work: Work, row: Int32, packed_heads: int, group_size: int) -> "RowPlace":
         """row: index among the call's queries, or among packed rows. A row past the end gets the
         last position, because a callable may index tensors with it. packed_heads: rows of a
-        position, of which group_size are heads."""
+        position; group_size of them are heads."""
         head_idx = head_of_row(work, row, packed_heads, group_size)
         q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
         return RowPlace(work.batch_idx, head_idx, work.position(q_idx))

@@ -185,22 +185,6 @@ def _same(o: _Step) -> Float32:
     return o.grad
 
 
-def _opposite(o: _Step) -> Float32:
-    return -o.grad
-
-
-def _times_a(o: _Step) -> Float32:
-    return o.grad * o.a
-
-
-def _times_b(o: _Step) -> Float32:
-    return o.grad * o.b
-
-
-def _by_divisor(o: _Step) -> Float32:
-    return -o.divide(o.grad, o.b) * o.out
-
-
 def _by_modulus(o: _Step) -> Float32:
     # a - b * n, n the whole number of times that b fits
     return -o.grad * cute.math.round((o.a - o.out) / o.b)
@@ -208,26 +192,6 @@ def _by_modulus(o: _Step) -> Float32:
 
 def _by_reciprocal(o: _Step) -> Float32:
     return -o.grad * o.out * o.out
-
-
-def _if_first_chosen(o: _Step) -> Float32:
-    return _where(o.out == o.a, o.grad, 0.0)
-
-
-def _if_second_chosen(o: _Step) -> Float32:
-    return _where(o.out == o.a, 0.0, o.grad)
-
-
-def _if_true(o: _Step) -> Float32:
-    return _where(o.operand(0), o.grad, 0.0)
-
-
-def _if_false(o: _Step) -> Float32:
-    return _where(o.operand(0), 0.0, o.grad)
-
-
-def _by_abs(o: _Step) -> Float32:
-    return _where(o.a > 0.0, o.grad, _where(o.a < 0.0, -o.grad, 0.0))
 
 
 def _by_copysign(o: _Step) -> Float32:
@@ -278,24 +242,30 @@ def _sum_of_squares(o: _Step) -> Float32:
 
 
 _PASS = (_same,)
-_CHOICE = (_if_first_chosen, _if_second_chosen)
-_ABS = (_by_abs,)
-_FMA = (_times_b, _times_a, _same)
+_PRODUCT = (lambda o: o.grad * o.b, lambda o: o.grad * o.a)
+# of the first operand, if it is the result, else of the second
+_CHOICE = (lambda o: _where(o.out == o.a, o.grad, 0.0), lambda o: _where(o.out == o.a, 0.0, o.grad))
+_ABS = (lambda o: _where(o.a > 0.0, o.grad, _where(o.a < 0.0, -o.grad, 0.0)),)
+_FMA = (*_PRODUCT, _same)
 _ERF_SCALE = 2.0 / math.sqrt(math.pi)
 
 # From an operation's name to what each operand contributes to; None: no derivative by it.
 _PARTIALS: dict[str, tuple[Callable[[_Step], Float32] | None, ...]] = {
     "arith.addf": (_same, _same),
-    "arith.subf": (_same, _opposite),
-    "arith.mulf": (_times_b, _times_a),
-    "arith.divf": (lambda o: o.divide(o.grad, o.b), _by_divisor),
+    "arith.subf": (_same, lambda o: -o.grad),
+    "arith.mulf": _PRODUCT,
+    "arith.divf": (lambda o: o.divide(o.grad, o.b), lambda o: -o.divide(o.grad, o.b) * o.out),
     "arith.remf": (_same, _by_modulus),
-    "arith.negf": (_opposite,),
+    "arith.negf": (lambda o: -o.grad,),
     "arith.maximumf": _CHOICE,
     "arith.maxnumf": _CHOICE,
     "arith.minimumf": _CHOICE,
     "arith.minnumf": _CHOICE,
-    "arith.select": (None, _if_true, _if_false),
+    "arith.select": (
+        None,
+        lambda o: _where(o.operand(0), o.grad, 0.0),
+        lambda o: _where(o.operand(0), 0.0, o.grad),
+    ),
     "arith.extf": _PASS,
     "arith.truncf": _PASS,
     "vector.broadcast": _PASS,

@@ -1,5 +1,5 @@
-"""Gradients of elements that differences determine, of which neighbouring diagonals often have the
-same: buckets of distances, and clipped ones.
+"""Gradients of elements that differences determine, if neighbouring diagonals often share an
+element: buckets of distances, and clipped ones.
 
 Far from the diagonal, all of a block that a warp has is of one element. Then its sum stays in a
 register of each thread, from block to block, until the element or the head is another one

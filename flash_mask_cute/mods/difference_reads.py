@@ -65,42 +65,16 @@ def find_difference_reads(
         return tuple(x for x in reads if x is not None)
 
 
-def element_of_difference(
+def read_of_difference(
     score_mod: Callable[..., Any],
     read: DifferenceRead,
     batch_idx: Int32,
     head_idx: Int32,
     difference: Int32,
     aux_tensors: Any,
-) -> cutlass.Numeric:
-    """The element that a read finds for a difference. Called while a kernel is traced. Indices
-    outside a tensor, of differences that no visible score has, become the nearest inside."""
-    arguments = score_mod, read, batch_idx, head_idx, difference, aux_tensors
-    return _read_of_difference(*arguments).element
-
-
-def coordinates_of_difference(
-    score_mod: Callable[..., Any],
-    read: DifferenceRead,
-    batch_idx: Int32,
-    head_idx: Int32,
-    difference: Int32,
-    aux_tensors: Any,
-) -> tuple[Int32, ...]:
-    """The coordinates of that element."""
-    arguments = score_mod, read, batch_idx, head_idx, difference, aux_tensors
-    found = _read_of_difference(*arguments).read
-    return tuple(Int32(x) for x in _inside(found))
-
-
-def _read_of_difference(
-    score_mod: Callable[..., Any],
-    read: DifferenceRead,
-    batch_idx: Int32,
-    head_idx: Int32,
-    difference: Int32,
-    aux_tensors: Any,
-) -> "_Element":
+) -> "DifferenceElement":
+    """What a read finds for a difference. Called while a kernel is traced. Indices outside a
+    tensor, of differences that no visible score has, become the nearest inside."""
     # what takes the place of the difference's terms is made here
     before = Int32(arith.constant(Int32.mlir_type, 0)).ir_value().owner
     zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in range(2)]
@@ -123,19 +97,24 @@ def _inside(read: ElementRead) -> tuple[cutlass.Integer, ...]:
     return tuple(indices)
 
 
-class _Element(NamedTuple):
+class DifferenceElement(NamedTuple):
     """A read, and the element that it found. is_always_read: under no condition."""
 
     read: ElementRead
     element: cutlass.Numeric
     is_always_read: bool
 
+    @property
+    def coordinates(self) -> tuple[Int32, ...]:
+        """Of the element, inside the tensor."""
+        return tuple(Int32(x) for x in _inside(self.read))
+
 
 @dataclass(frozen=True)
 class _Trace:
     """The reads of a score_mod in one trace of it. places: batch entry, head, query and key."""
 
-    reads: list[_Element]
+    reads: list[DifferenceElement]
     values: Values
     places: list[Int32]
 
@@ -146,13 +125,13 @@ class _Trace:
         aux_tensors: Any,
         load: Callable[[ElementRead], cutlass.Numeric],
     ) -> "_Trace":
-        reads: list[_Element] = []
+        reads: list[DifferenceElement] = []
         block = ir.InsertionPoint.current.block
 
         def answer(read: ElementRead) -> cutlass.Numeric:
             element = load(read)
             is_always_read = ir.InsertionPoint.current.block == block
-            reads.append(_Element(read, element, is_always_read))
+            reads.append(DifferenceElement(read, element, is_always_read))
             return element
 
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
@@ -231,7 +210,7 @@ class _Trace:
     def replace_terms(
         self, read: DifferenceRead, difference: Int32, place: ir.InsertionPoint
     ) -> None:
-        """Let the terms of a read's difference be other numbers of which it is the sum.
+        """Replace the terms of a read's difference by other numbers with the same sum.
 
         Terms are those that the read has: which of two opposite differences it is of, and how
         values are numbered, follows from all reads of the trace that found it.
@@ -333,7 +312,7 @@ def _element(table: Any, row: tuple[Int32, Int32], sums: _Sums) -> cutlass.Numer
     """The element of a difference.
 
     A column of scores has an offset, and a row an address, so that an address takes one
-    instruction. But places themselves have few differences (`at_plain_distances`), each of which is
+    instruction. But places themselves have few differences (`at_plain_distances`), and each one is
     then loaded once.
     """
     middle = Int32(table.layout.shape[2]) // 2

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
-from flash_mask_cute.mods.difference_reads import ModWithTables, coordinates_of_difference
+from flash_mask_cute.mods.difference_reads import ModWithTables, read_of_difference
 from flash_mask_cute.mods.read_classes import (
     MARGIN,
     ROWS_APART,
@@ -189,9 +189,9 @@ class DifferenceSums:
             self.sums[at] = self.sums[at] + total
 
     def add_run(self, i: int, values: Sequence[Float32], difference: Int32, row: Int32) -> None:
-        """Add sums of neighbouring diagonals, of which each lane has its own, to read i of a mask
-        warp. difference: of the first one; the others are of the keys behind. row: of this lane, of
-        queries, by which its diagonals are farther. What is outside has the sum 0."""
+        """Add sums of neighbouring diagonals, others in each lane, to read i of a mask warp.
+        difference: of the first one; the others belong to the keys after it. row: the query of this
+        lane, by which its diagonals are farther. Diagonals outside have the sum 0."""
         read = self.reads[i]
         first = read.middle + difference + row % ROWS_APART * read.summed.stride
         for start in range(0, len(values), ROWS_APART):
@@ -247,10 +247,10 @@ class DifferenceSums:
                     for row in cutlass.range_constexpr(1, self.reads[i].rows):
                         total = total + self.sums[at + row * stride]
                     if total != 0.0:
-                        coordinates = coordinates_of_difference(
+                        coordinates = read_of_difference(
                             self.func, self.reads[i].read, batch_idx, head_idx,
                             at - self.reads[i].middle, self.aux_tensors,
-                        )  # fmt: skip
+                        ).coordinates  # fmt: skip
                         target = self.targets[i]
                         offset = offset_in(target, coordinates)
                         total = total * self.reads[i].factor

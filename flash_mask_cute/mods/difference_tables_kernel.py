@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
 
-from flash_mask_cute.mods.difference_reads import element_of_difference
+from flash_mask_cute.mods.difference_reads import read_of_difference
 from flash_mask_cute.mods.read_classes import DifferenceRead
 
 NUM_THREADS = 128
@@ -54,8 +54,8 @@ class DifferenceTables:
         batch_idx, head_idx, number = at
         batch, heads, size = table.shape
         if (batch_idx < batch) & (head_idx < heads) & (number < size):
-            element = element_of_difference(
+            element = read_of_difference(
                 self.score_mod, self.reads[i], batch_idx, head_idx, number - size // 2,
                 aux_tensors,
-            )  # fmt: skip
+            ).element  # fmt: skip
             table[batch_idx, head_idx, number] = element

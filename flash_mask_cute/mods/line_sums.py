@@ -68,8 +68,8 @@ class Lines(Protocol):
     def totals(
         self, line: Line, parts: list[Float32], are_moved: bool = False
     ) -> list[tuple[Float32, Int32]]:
-        """The sums over the warp that this thread has, and of which lines: columns, counted from
-        the tile's first one, or distances of columns from rows. A line is nobody else's. are_moved:
+        """The sums over the warp that this thread holds, and their lines: columns, counted from the
+        tile's first one, or distances of columns from rows. A line is nobody else's. are_moved:
         parts of what `along_diagonals` has moved."""
         ...
 

@@ -10,7 +10,7 @@ and the dtypes and ranks of its aux tensors.
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ from flash_mask_cute.runtime.compiler import compiler_streams
 from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
 from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.recent import Recent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Place: TypeAlias = tuple[Sequence[Tensor] | None, int, int, Tensor, Tensor]
+"""aux_tensors, batch_idx, head_idx, q_idx and k_idx of `eval_mask_mod`."""
 
 HOST_OPTIONS = "--enable-tvm-ffi"
 _WITH_LINES = " --generate-line-info"
@@ -40,15 +46,8 @@ _GPU_ONLY = {
 _compiled: dict[tuple[Any, ...], "HostFunction"] = Recent(128)  # of 2 MB each
 
 
-def eval_mask_mod(
-    mask_mod: Callable[..., Any],
-    aux_tensors: Sequence[Tensor] | None,
-    batch_idx: int,
-    head_idx: int,
-    q_idx: Tensor,
-    k_idx: Tensor,
-) -> Tensor:
-    """Evaluate a mask_mod: which scores count, bool (rows, cols).
+def eval_mask_mod(mask_mod: Callable[..., Any], *place: "Unpack[Place]") -> Tensor:
+    """Evaluate a mask_mod at a place: which scores count, bool (rows, cols).
 
     q_idx (rows,) and k_idx (cols,): int32, positions inside the sequence, in any order. head_idx:
     the query head. aux_tensors: on the CPU, of 1 to 4 dimensions, any strides, with a dtype among
@@ -56,40 +55,27 @@ def eval_mask_mod(
     aux tensor; no memory outside was read; TypeError, ValueError: an aux tensor has another dtype,
     rank or device; or the callable reaches something that `callable_key` does not know;
     NotImplementedError: the callable uses a GPU-only instruction."""
+    *_, q_idx, k_idx = place
     visible = torch.empty((q_idx.shape[0], k_idx.shape[0]), dtype=torch.uint8, device="cpu")
-    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
     _run("mask_mod", mask_mod, (visible,), place)
     return visible.view(torch.bool)
 
 
 def eval_score_mod(
-    score_mod: Callable[..., Any],
-    scores: Tensor,
-    aux_tensors: Sequence[Tensor] | None,
-    batch_idx: int,
-    head_idx: int,
-    q_idx: Tensor,
-    k_idx: Tensor,
+    score_mod: Callable[..., Any], scores: Tensor, *place: "Unpack[Place]"
 ) -> Tensor:
     """Evaluate a score_mod: the modified scores, a new tensor (rows, cols) of its `score_dtype`.
 
-    scores: (rows, cols), scaled and soft-capped. The other arguments and the errors are those of
+    scores: (rows, cols), scaled and soft-capped. The place and the errors are those of
     `eval_mask_mod`.
     """
     modified = scores.to(score_dtype(score_mod), copy=True)
-    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
     _run("score_mod", score_mod, (modified,), place)
     return modified
 
 
 def eval_score_mod_derivative(
-    score_mod: Callable[..., Any],
-    scores: Tensor,
-    aux_tensors: Sequence[Tensor] | None,
-    batch_idx: int,
-    head_idx: int,
-    q_idx: Tensor,
-    k_idx: Tensor,
+    score_mod: Callable[..., Any], scores: Tensor, *place: "Unpack[Place]"
 ) -> tuple[Tensor, Tensor]:
     """The modified scores and their derivatives, new tensors (rows, cols) of its `score_dtype`.
 
@@ -97,9 +83,7 @@ def eval_score_mod_derivative(
     the callable has no derivative, see `differentiate`."""
     modified = scores.to(score_dtype(score_mod), copy=True)
     derivative = torch.empty_like(modified)
-    values = modified, derivative
-    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
-    _run("derivative", score_mod, values, place)
+    _run("derivative", score_mod, (modified, derivative), place)
     return modified, derivative
 
 
@@ -107,22 +91,16 @@ def add_aux_gradients(
     score_mod: Callable[..., Any],
     aux_sums: Mapping[int, Tensor],
     grads_and_scores: tuple[Tensor, Tensor],
-    aux_tensors: Sequence[Tensor] | None,
-    batch_idx: int,
-    head_idx: int,
-    q_idx: Tensor,
-    k_idx: Tensor,
+    *place: "Unpack[Place]",
 ) -> None:
     """Add the gradients of aux tensors to aux_sums, float64 tensors by index of the aux tensor.
 
     grads_and_scores: gradients of the modified scores (rows, cols), and the scores; where gradients
-    are 0, nothing is added. The other arguments and the errors are those of
-    `eval_score_mod`. Raises NotImplementedError: also if the callable has no derivative, see
-    `differentiate`."""
+    are 0, nothing is added. The place and the errors are those of `eval_score_mod`. Raises
+    NotImplementedError: also if the callable has no derivative, see `differentiate`."""
     grads, scores = grads_and_scores
     dtype = score_dtype(score_mod)
     values = scores.to(dtype), grads.to(dtype)
-    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
     _run("aux_gradients", score_mod, values, place, aux_sums)
 
 
@@ -130,22 +108,16 @@ def eval_score_mod_bwd(
     score_mod_bwd: Callable[..., Any],
     grads: Tensor,
     scores: Tensor,
-    aux_tensors: Sequence[Tensor] | None,
-    batch_idx: int,
-    head_idx: int,
-    q_idx: Tensor,
-    k_idx: Tensor,
+    *place: "Unpack[Place]",
 ) -> Tensor:
     """Gradients of the scores, a new float32 tensor (rows, cols), from those of the modified
     scores.
 
-    grads, scores: float32 (rows, cols); the scores are those that score_mod gets. The other
-    arguments and
-    the errors are those of `eval_mask_mod`.
+    grads, scores: float32 (rows, cols); the scores are those that score_mod gets. The place and the
+    errors are those of `eval_mask_mod`.
     """
     result = grads.to(torch.float32, copy=True)
     values = result, scores.to(torch.float32)
-    place = aux_tensors, batch_idx, head_idx, q_idx, k_idx
     _run("score_mod_bwd", score_mod_bwd, values, place)
     return result
 
@@ -154,10 +126,9 @@ def _run(
     kind: str,
     mod: Callable[..., Any],
     values: tuple[Tensor, ...],
-    place: tuple[Sequence[Tensor] | None, int, int, Tensor, Tensor],
+    place: Place,
     sums: Mapping[int, Tensor] | None = None,
 ) -> None:
-    """place: aux_tensors, batch_idx, head_idx, q_idx and k_idx of `eval_mask_mod`."""
     aux_tensors, batch_idx, head_idx, q_idx, k_idx = place
     aux = tuple(aux_tensors) if aux_tensors else None
     for i, tensor in enumerate(aux or ()):
@@ -380,11 +351,10 @@ def _loop() -> Any:
 # What a kind makes of the values of a score and of its place: what replaces the first values.
 # place: batch_idx, head_idx, q_idx, k_idx, aux_tensors. Where aux tensors have gradients, the
 # tensors to add them to follow.
+_Many: TypeAlias = tuple[Any, ...]
 
 
-def _evaluate_mask_mod(
-    mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _evaluate_mask_mod(mod: Any, values: _Many, place: _Many) -> _Many:
     from cutlass import Uint8
 
     from flash_mask_cute.mods.calling import call_mask_mod
@@ -392,17 +362,13 @@ def _evaluate_mask_mod(
     return (Uint8(call_mask_mod(mod, *place)),)
 
 
-def _evaluate_score_mod(
-    mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _evaluate_score_mod(mod: Any, values: _Many, place: _Many) -> _Many:
     from flash_mask_cute.mods.calling import call_score_mod
 
     return (call_score_mod(mod, *values, *place),)
 
 
-def _evaluate_derivative(
-    mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _evaluate_derivative(mod: Any, values: _Many, place: _Many) -> _Many:
     from flash_mask_cute.mods.derivative import differentiate
 
     score, _ = values
@@ -411,12 +377,8 @@ def _evaluate_derivative(
 
 
 def _add_aux_gradients(
-    wants_aux: tuple[int, ...],
-    mod: Any,
-    values: tuple[Any, ...],
-    place: tuple[Any, ...],
-    *targets: Any,
-) -> tuple[Any, ...]:
+    wants_aux: tuple[int, ...], mod: Any, values: _Many, place: _Many, *targets: Any
+) -> _Many:
     import cutlass
 
     from flash_mask_cute.mods.derivative import differentiate
@@ -430,9 +392,7 @@ def _add_aux_gradients(
     return ()
 
 
-def _evaluate_score_mod_bwd(
-    mod: Any, values: tuple[Any, ...], place: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _evaluate_score_mod_bwd(mod: Any, values: _Many, place: _Many) -> _Many:
     from flash_mask_cute.mods.derivative import call_score_mod_bwd
 
     return (call_score_mod_bwd(mod, *values, *place),)

@@ -33,7 +33,7 @@ class ScoreChain:
     indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
     first_key, first_query: this warpgroup's first key in the work tile and first query in the
     block. walk: the sums over a walk, if there are any. by_difference: those of lines within grid
-    rectangles, by difference. once: tensors of which a batch entry's scores each read another
+    rectangles, by difference. once: tensors in which each score of a batch entry reads another
     element. groups: of reads that are summed along lines. listed: where blocks have listed queries;
     head_idx is then a group of heads, and nothing is summed over a walk or along lines. of_grads:
     all gradients of aux tensors are sums of dS times what does not depend on the score
@@ -406,7 +406,7 @@ class ScoreChain:
                 self._send_totals(block, first_col, group, totals, (Int32(0), Int32(0)))
 
     def look_ahead(self, work: Work, head_idx: Int32, m_block: Int32) -> "ScoreChain":
-        """The chain of a block of which it is known whether diagonals have the same elements. It
+        """The chain of a block that knows whether its diagonals have the same elements. It
         may be called while products are in flight."""
         block = work, head_idx, m_block
         ahead = (x.ahead(self._offsets_of_diagonals(block, x.group)) for x in self.uniform)

@@ -28,14 +28,21 @@ if TYPE_CHECKING:
     from flash_mask_cute.mods.calling import Reliance
 
 
-class HasScoreMod(fake_tensors.HasAux, Protocol):
+class HasAux(Protocol):
+    """A problem with `aux`, as in `AttentionProblem`."""
+
+    @property
+    def aux(self) -> tuple[tuple[str, int], ...]: ...
+
+
+class HasScoreMod(HasAux, Protocol):
     """A problem with `score_mod` and `aux`, as in `AttentionProblem`."""
 
     @property
     def score_mod(self) -> str | None: ...
 
 
-class HasMaskMod(fake_tensors.HasAux, Protocol):
+class HasMaskMod(HasAux, Protocol):
     """A problem with `mask_mod` and `aux`, as in `AttentionProblem`."""
 
     @property
@@ -107,72 +114,56 @@ def _remembered(memo: dict[K, V], key: K, trace: Callable[[], V]) -> V:
     return found
 
 
-@tells_what_to_install()
 def _trace_difference_reads(
     score_mod: Callable[..., Any], problem: HasScoreMod
 ) -> tuple[DifferenceRead, ...]:
-    from flash_mask_cute.mods.difference_reads import find_difference_reads
+    def find(aux_tensors: Any) -> tuple[DifferenceRead, ...]:
+        from flash_mask_cute.mods.difference_reads import find_difference_reads
 
-    found: list[tuple[DifferenceRead, ...]] = []
+        return find_difference_reads(score_mod, aux_tensors)
 
-    def evaluate(aux_tensors: Any) -> None:
-        found.append(find_difference_reads(score_mod, aux_tensors))
-
-    _trace(evaluate, fake_tensors.aux_tensors(problem))
-    return found[0] if found else ()
+    return _traced(find, problem, ())
 
 
-@tells_what_to_install()
 def _trace_reads(
     score_mod: Callable[..., Any], problem: HasScoreMod, wants_aux: tuple[int, ...]
 ) -> ModReads:
-    from flash_mask_cute.mods.read_analysis import analyse_reads
-
-    found: list[ModReads] = []
     no_derivative = ""
 
-    def evaluate(aux_tensors: Any) -> None:
+    def find(aux_tensors: Any) -> ModReads:
+        from flash_mask_cute.mods.read_analysis import analyse_reads
+
         nonlocal no_derivative
         try:
-            found.append(analyse_reads(score_mod, aux_tensors, wants_aux))
+            return analyse_reads(score_mod, aux_tensors, wants_aux)
         except NotImplementedError as error:
             no_derivative = str(error)
             raise
 
-    _trace(evaluate, fake_tensors.aux_tensors(problem))
-    if found:
-        return found[0]
+    if (found := _traced(find, problem, None)) is not None:
+        return found
     why = no_derivative or "score_mod cannot be traced"
     reads = dict.fromkeys(wants_aux, TensorReads(ReadClass.OTHER, why))
     return ModReads(reads, no_derivative=no_derivative)
 
 
-@tells_what_to_install()
 def _trace_score_mod(score_mod: Callable[..., Any], problem: HasScoreMod) -> bool:
-    from flash_mask_cute.mods.calling import ScoreModTraits
+    def find(aux_tensors: Any) -> bool:
+        from flash_mask_cute.mods.calling import ScoreModTraits
 
-    found: list[bool] = []
+        return ScoreModTraits.create(score_mod, aux_tensors).computes_functions
 
-    def evaluate(aux_tensors: Any) -> None:
-        found.append(ScoreModTraits.create(score_mod, aux_tensors).computes_functions)
-
-    _trace(evaluate, fake_tensors.aux_tensors(problem))
-    return any(found)
+    return _traced(find, problem, False)
 
 
-@tells_what_to_install()
 def _trace_bias_bits(score_mod: Callable[..., Any], problem: HasScoreMod) -> int:
-    from flash_mask_cute.mods.calling import ScoreModTraits
-    from flash_mask_cute.mods.table_rows import shared_bits
+    def find(aux_tensors: Any) -> int:
+        from flash_mask_cute.mods.calling import ScoreModTraits
+        from flash_mask_cute.mods.table_rows import shared_bits
 
-    found: list[int] = []
+        return shared_bits(ScoreModTraits.create(score_mod, aux_tensors).row_reads, aux_tensors)
 
-    def evaluate(aux_tensors: Any) -> None:
-        reads = ScoreModTraits.create(score_mod, aux_tensors).row_reads
-        found.append(shared_bits(reads, aux_tensors))
-
-    _trace(evaluate, fake_tensors.aux_tensors(problem))
-    return max(found, default=0)
+    return _traced(find, problem, 0)
 
 
 @tells_what_to_install()
@@ -185,8 +176,20 @@ def _trace_mask_mod(mask_mod: Callable[..., Any], problem: HasMaskMod) -> Relian
         found.append(Reliance.create(mask_mod, batch_idx, head_idx, q_idx, kv_idx, aux_tensors))
 
     places = *fake_tensors.int32_pair(), *fake_tensors.int32_pair()
-    _trace(evaluate, fake_tensors.aux_tensors(problem), *places)
+    _trace(evaluate, fake_tensors.aux_tensors(problem.aux), *places)
     return found[0] if found else Reliance(batch=True, head=True, query=True)
+
+
+@tells_what_to_install()
+def _traced(find: Callable[[Any], V], problem: HasScoreMod, otherwise: K) -> V | K:
+    """What `find` makes of the aux tensors in a trace; otherwise: if it fails."""
+    found: list[V] = []
+
+    def evaluate(aux_tensors: Any) -> None:
+        found.append(find(aux_tensors))
+
+    _trace(evaluate, fake_tensors.aux_tensors(problem.aux))
+    return found[0] if found else otherwise
 
 
 def _trace(evaluate: Callable[..., None], *arguments: Any) -> None:

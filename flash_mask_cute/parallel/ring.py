@@ -23,17 +23,9 @@ from flash_mask_cute.serving import flash_attn_combine
 _WHAT = "method ring"
 
 
-def attend_in_ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    learnable_sink: Tensor | None,
-    peers: Peers,
-    routes: Routes,
-    settings: Settings,
-) -> Tensor:
-    """Attention of the own rows."""
-    return _Ring.apply(q, k, v, learnable_sink, peers, routes, settings)
+def attend_in_ring(*arguments: Any) -> Tensor:
+    """Attention of the own rows. arguments: of `_Ring.forward`."""
+    return _Ring.apply(*arguments)
 
 
 class _Ring(torch.autograd.Function):

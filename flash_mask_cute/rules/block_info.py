@@ -91,7 +91,7 @@ class BlockInfo:
                 f"window_size_right={self.window_size_right}, is_causal={self.is_causal}"
             )
 
-    def band(self, seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK) -> Band:
+    def band(self, seqlen_info: SeqlenInfoQK) -> Band:
         """The rule for single elements; the methods below project it to tiles."""
         right = seqlen_info.window_right
         return Band(
@@ -104,7 +104,7 @@ class BlockInfo:
 
     def get_n_block_min_max(
         self,
-        seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK,
+        seqlen_info: SeqlenInfoQK,
         m_block: IntLike,
         split_idx: IntLike = 0,
         num_splits: IntLike = 1,
@@ -127,7 +127,7 @@ class BlockInfo:
         return n_block_min, n_block_max
 
     def get_m_block_min_max(
-        self, seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK, n_block: IntLike
+        self, seqlen_info: SeqlenInfoQK, n_block: IntLike
     ) -> tuple[IntLike, IntLike]:
         """Query blocks [m_block_min, m_block_max) in which a row sees a key of `n_block`.
 
@@ -163,7 +163,7 @@ class BlockInfo:
 
     def get_n_block_min_causal_local_mask(
         self,
-        seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK,
+        seqlen_info: SeqlenInfoQK,
         m_block: IntLike,
         n_block_min: IntLike,
     ) -> IntLike:
@@ -180,7 +180,7 @@ class BlockInfo:
 
     def get_n_block_min_before_local_mask(
         self,
-        seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK,
+        seqlen_info: SeqlenInfoQK,
         m_block: IntLike,
         n_block_min: IntLike,
     ) -> IntLike:
@@ -200,9 +200,7 @@ class BlockInfo:
             return self.window_size_right
         return 0 if self.window_size_right is None else imin(self.window_size_right, 0)
 
-    def query_range(
-        self, seqlen_info: SeqlenInfoQK | SeqlenInfoQKNewK, m_block: IntLike
-    ) -> tuple[IntLike, IntLike]:
+    def query_range(self, seqlen_info: SeqlenInfoQK, m_block: IntLike) -> tuple[IntLike, IntLike]:
         """Query positions [first, end) of the valid rows of `m_block`."""
         heads = self.qhead_per_kvhead_packgqa
         first = m_block * self.tile_m // heads

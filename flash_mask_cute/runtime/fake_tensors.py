@@ -23,27 +23,6 @@ class HasWindow(Protocol):
     def has_window_right(self) -> bool: ...
 
 
-class HasStart(Protocol):
-    """A problem with `q_start`, as in `AttentionProblem`."""
-
-    @property
-    def q_start(self) -> str | None: ...
-
-
-class HasAux(Protocol):
-    """A problem with `aux`, as in `AttentionProblem`."""
-
-    @property
-    def aux(self) -> tuple[tuple[str, int], ...]: ...
-
-
-class HasBits(Protocol):
-    """A problem with `has_bits`, as in `AttentionProblem`."""
-
-    @property
-    def has_bits(self) -> bool: ...
-
-
 def cutlass_dtype(name: str) -> Any:
     """The DSL's type of a torch dtype by name."""
     import cutlass
@@ -157,22 +136,24 @@ def window(problem: HasWindow) -> tuple[Any, Any]:
     return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
 
 
-def q_start(problem: HasStart) -> Any:
-    """Positions of first queries: a number for all sequences, or a vector."""
+def q_start(kind: str | None) -> Any:
+    """Positions of first queries: a number for all sequences, or a vector. kind: `q_start` of
+    `AttentionProblem`."""
     import cutlass
 
-    if problem.q_start is None:
+    if kind is None:
         return None
-    return cutlass.Int32(0) if problem.q_start == "number" else int32_vector(True)
+    return cutlass.Int32(0) if kind == "number" else int32_vector(True)
 
 
-def aux_tensors(problem: HasAux) -> tuple[Any, ...] | None:
-    return tuple(strided(rank, name) for name, rank in problem.aux) or None
+def aux_tensors(aux: tuple[tuple[str, int], ...]) -> tuple[Any, ...] | None:
+    """aux: as in `AttentionProblem`."""
+    return tuple(strided(rank, name) for name, rank in aux) or None
 
 
-def block_bits(problem: HasBits) -> tuple[Any, ...] | None:
+def block_bits(are_there: bool) -> tuple[Any, ...] | None:
     """Bits of visible and of full blocks, and the blocks' size."""
-    return (strided(4), strided(4), *int32_pair()) if problem.has_bits else None
+    return (strided(4), strided(4), *int32_pair()) if are_there else None
 
 
 def selection_bits(entries: str | None) -> tuple[Any, ...]:

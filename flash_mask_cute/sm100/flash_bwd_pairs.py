@@ -472,9 +472,9 @@ class PeerGrads:
 class FoldedScores:
     """P and dS of a compute thread in shared memory, if results are folded: 32 queries of a key.
 
-    chunk: the number of these queries. key: of the CTA. line: the address of the line, with the
-    part of its swizzle, among those of the CTA's keys and all queries, of which P and dS have such
-    lines each; and, of dS for dQ, among those of the keys of both CTAs and half of the queries.
+    chunk: the number of these queries. key: of the CTA. line: the address of the line, with its
+    part of the swizzle: P and dS have lines of the CTA's keys and all queries, dS for dQ those of
+    the keys of both CTAs and half of the queries.
 
     A warp whose queries the other CTA multiplies sends its lines there as one copy. As for
     `PeerGrads`, no place needs a release.

@@ -370,8 +370,8 @@ class BwdTraits:
         return min(2, self.tile_m * TILE_N // size)
 
     def stored_columns(self, dim: int) -> range:
-        """The columns of TMEM of dK or dV, of dim columns, from each of which on a warp stores 32;
-        if they are folded, also where the second half of the columns has ended."""
+        """First columns in TMEM of the parts of dK or dV, of dim columns: a warp stores 32 of them;
+        if they are folded, both halves of the columns together."""
         return range(0, self.tile_d // 2 if self.is_folded else dim, STORED_COLS)
 
     @property

@@ -43,7 +43,7 @@ FIRST_PART = 96
 # Columns of tiles, of queries and keys and of values. Heads of other dimensions are rounded up to
 # the first ones that hold them: TMA fills with zeros, and clips the output.
 TILE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-# columns of values of which TMEM holds the sums of two halves
+# the most columns of values for which TMEM holds the sums of two halves
 MOST_OF_HALVES = 128
 # rows of a warp, which the output leaves by
 ROWS_PER_WARP = 32

@@ -215,8 +215,8 @@ class SharedGradientsSm90:
         """Launch on `stream`.
 
         :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense
-        :param sums: of each wanted tensor, fp32 (parts, *its shape), of which elements that some
-            query, key and head read are written; or those to which terms are added (`AuxSums`)
+        :param sums: of each wanted tensor, fp32 (parts, *its shape), written where some query, key
+            and head read an element; or those to which terms are added (`AuxSums`)
         :param num_parts: of the batch
         :param window_size_left, window_size_right, mask_bit_tensors: as in the main kernel
         """

@@ -426,6 +426,8 @@ class RoleSums:
         else:
             bits = Int32(bit_tile.ALL), Int32(bit_tile.ALL)
             if kind == Kind.PARTIAL:
+                # those before, which the other warpgroup may not have taken yet
+                shared.bits.acquire(cut)
                 bits = take_bits(shared.bit_tile, shared.bits, Int32(0), cut, Boolean(False))
             bit_tile.hide_unset(wgmma.rows_by_cols(acc), bits)
             probabilities(self._by_query(acc), numbers, self.softmax_scale * LOG2_E)

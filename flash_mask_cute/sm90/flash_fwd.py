@@ -28,7 +28,7 @@ convert sends k and v to mma (`fp8_conversion`).
 A stage of k is released when its S is complete, a stage of v when its P V is complete. There is one
 bit tile. It is free again as soon as the mma warps hold its bits in registers, a whole block before
 they need the next ones. In tiles with three warpgroups or more, a warpgroup skips a partial block
-of which its 64 rows see nothing, and multiplies one half if they see no key of the other.
+if its 64 rows see none of its keys, and multiplies one half if they see no key of the other.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
 so the tensor cores work on P V while the exponentials of the next block are computed. With three, P
@@ -118,6 +118,7 @@ WORDS_OF_VECTOR = 4
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
 
+# the compiler takes names of kernels from repr
 @dataclass(eq=False, repr=False)
 class FlashAttentionForwardSm90:
     """Forward kernel for Hopper, for `cute.compile` (examples/07_native_api.py).
@@ -191,6 +192,8 @@ class FlashAttentionForwardSm90:
     cached_bias_bits: int = 0
 
     traits_type, destination_of = FwdTraits, staticmethod(destination_of)
+    # warps that load queries
+    query_loaders = 1
 
     def __post_init__(self) -> None:
         traits = self.traits_type(
@@ -293,7 +296,7 @@ class FlashAttentionForwardSm90:
         mMaxScores: like mLSE, the largest score of each row. mQStart: `Lengths.q_start`; block
         lists are then given as bits only, because rows of a tile need not begin where blocks do.
         mPageTable int32 (batch, max_pages): mK and mV are pools (num_pages, page_size, heads,
-        head_dim), in whose pages keys lie; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
+        head_dim), and keys lie in their pages; mKvBatchIdx, mLeftpadK: `Pages` (`core/pages.py`).
         mCausalPerSeq (batch,) int32, beside window_size_right: where it is not 0, a sequence is
         causal. mKDescale, mVDescale, for codes of fp8: `Descales` (`fp8_conversion.py`).
         mPartials: destination of splits: the tensors and the number of `Partials`. In stream-K all
@@ -316,6 +319,7 @@ class FlashAttentionForwardSm90:
         if const_expr(self.is_causal or window_size_right is not None):
             group_bytes = L2_SHARE
         partials = self.destination_of(mPartials, self.split, self.score_mod is not None)
+        partials = self.with_operands(partials, lengths, mO)
         num_splits = None if const_expr(partials is None) else partials.num_splits
         num_groups = max(self.num_sms // traits.num_ctas, 1)
         schedule = QuerySchedule.create(
@@ -344,6 +348,10 @@ class FlashAttentionForwardSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
+
+    def with_operands(self, partials: Any, lengths: Lengths, mO: cute.Tensor) -> Any:
+        """The destination of splits, with what a launch adds to it."""
+        return partials
 
     def _num_loading_warps(self) -> int:
         """The number of warps that load keys and values: in decoding with mask warps, unless many
@@ -379,7 +387,7 @@ class FlashAttentionForwardSm90:
                 cpasync.prefetch_descriptor(atom)
         allocator = cutlass.memory.SmemAllocator()
         storage = allocator.allocate(traits.storage())
-        mma_warps = traits.num_mma_warps
+        mma_warps, loaders = traits.num_mma_warps, self.query_loaders
         # Loading warps arrive with the bytes that TMA brings or with their copies, converting warps
         # with their part.
         loads = self.loading_warps * (COPY_ARRIVALS if const_expr(traits.copies_rows) else 1)
@@ -388,13 +396,13 @@ class FlashAttentionForwardSm90:
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
         ring, walk = scheduler_rings(
-            storage, (1 + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
+            storage, (loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
             tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
         channels = Channels(
-            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, 1, mma_warps),
+            q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loaders, mma_warps),
             k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
             bits=Channel.create(
@@ -441,7 +449,7 @@ class FlashAttentionForwardSm90:
                     alternating=traits.cached_bias_blocks > 0, claims=claims,
                 )  # fmt: skip
             elif const_expr(self.loading_warps > 1):
-                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks)
+                self.load_and_mask(loader, mask_warp, tiles, channels, lengths, masks, partials)
             elif const_expr(not traits.mask_warpgroup):
                 self.mask(mask_warp, tiles, channels, lengths, masks)
         elif warp_idx < Role.MMA + mma_warps:
@@ -489,7 +497,7 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def _clear_queries(self, storage: Any) -> None:
-        """Write zeros to the rows of query tiles, some of which nobody loads."""
+        """Write zeros to the rows of query tiles, because nobody loads some of them."""
         traits = self.traits
         rows = swizzled(storage.q, traits.layout_q())
         words = cute.make_tensor(
@@ -506,7 +514,7 @@ class FlashAttentionForwardSm90:
 
     def load_and_mask(
         self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
-        lengths: Lengths, masks: MaskArgs,
+        lengths: Lengths, masks: MaskArgs, partials: Any,
     ):  # fmt: skip
         """A mask warp that also loads its share of the rows or boxes of pages."""
         of_bits = self._rules(masks, lengths), self._mask_rows(mask_warp), tiles.bits, channels.bits

@@ -7,8 +7,8 @@ words of two probabilities (`wgmma.round_pairs`), which are a register operand o
 A step reads P of the previous block from one tensor of words, and writes its own to the same tensor
 or to another. If P V is complete before the exponentials begin, the same tensor is free
 (`FwdTraits.values_first`). If they overlap, a second tensor saves a copy. But registers cannot be
-indexed, so the code of a step then exists twice. That pays for full blocks, many of which follow
-each other (`KeyBlocks.alternates`).
+indexed, so the code of a step then exists twice. That pays for full blocks, where many
+follow each other (`KeyBlocks.alternates`).
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from flash_mask_cute.rules import bit_tile
 
 ROWS_PER_WARPGROUP = 64
 ROWS_PER_THREAD = 2
-# neighbouring rows, each of which belongs to another quad of threads of a warp
+# neighbouring rows that belong to different quads of threads of a warp
 ROWS_OF_GROUP = 8
 # of a thread, for 64 rows by 16 columns of an operand A in registers
 WORDS_PER_STEP = 4

@@ -360,9 +360,30 @@ def test_no_arrow_points_up() -> None:
             assert ok, f"{name} names {target}, which stands below it"
 
 
+def device_paths(source: str) -> set[str]:
+    """Objects of an architecture's folder that a module names as "module:name"."""
+    constants = (x.value for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Constant))
+    paths = {x for x in constants if isinstance(x, str)}
+    return {x for x in paths if covers(("sm90", "sm100"), x.partition(":")[0])}
+
+
 def knows_an_architecture(module: str, source: str) -> bool:
     folders = f"{PACKAGE}.sm90", f"{PACKAGE}.sm100"
-    return any(covers(folders, found.target) for found in imports_of(source))
+    imports = any(covers(folders, found.target) for found in imports_of(source))
+    return imports or bool(device_paths(source))
+
+
+def test_objects_of_an_architecture_exist_by_their_paths() -> None:
+    paths = device_paths((ROOT / PACKAGE / "call" / "tiles" / "arch.py").read_text())
+    assert len(paths) >= 12
+    for path in paths:
+        module, _, name = path.partition(":")
+        source = (ROOT / PACKAGE / f"{module.replace('.', '/')}.py").read_text()
+        body = ast.parse(source).body
+        targets = (x.targets for x in body if isinstance(x, ast.Assign))
+        names = {x.id for each in targets for x in each if isinstance(x, ast.Name)}
+        names |= {x.name for x in body if isinstance(x, ast.ClassDef)}
+        assert not name or name.partition(".")[0] in names, path
 
 
 def test_of_the_host_one_module_knows_an_architecture() -> None:
@@ -376,6 +397,8 @@ def test_of_the_host_one_module_knows_an_architecture() -> None:
     assert found == {"call.tiles.arch"}
     lazy = "def f():\n    from flash_mask_cute.sm90 import wgmma"
     assert knows_an_architecture("call.tables", lazy)
+    assert knows_an_architecture("call.tables", "load('sm90.wgmma:COLUMNS')")
+    assert not knows_an_architecture("call.tables", "load('sm_90a')")
 
 
 @pytest.mark.parametrize(

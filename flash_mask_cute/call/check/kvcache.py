@@ -82,7 +82,7 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
         assert isinstance(q, Tensor)
         if cu_seqlens_q is not None:
             check_dense("cu_seqlens_q", cu_seqlens_q)
-            if cu_seqlens_q.dim() != 1 or cu_seqlens_q.get_device() != q.get_device():
+            if cu_seqlens_q.dim() != 1 or cu_seqlens_q.device != q.device:
                 check_index_vector("cu_seqlens_q", cu_seqlens_q, q.device)
     assert isinstance(q, Tensor)
     if q.dim() != (4 if cu_seqlens_q is None else 3):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from flash_mask_cute.call.check.lengths import check_batch_vector, check_index_vector
 from flash_mask_cute.limits import LEAST_BOX, MAX_PAGE_SIZE
@@ -16,7 +17,7 @@ from flash_mask_cute.runtime.checks import brief, check_device, check_tensor
 
 
 def paged_shape(
-    k: torch.Tensor, page_table: torch.Tensor, kv_batch_idx: torch.Tensor | None = None
+    k: Tensor, page_table: Tensor, kv_batch_idx: Tensor | None = None
 ) -> tuple[int, ...]:
     """(batch, keys, heads, head_dim) of a pool of pages (pages, page_size, heads, head_dim)."""
     batch, max_pages = page_table.shape
@@ -48,11 +49,11 @@ def describe_pages(page_size: int, page_box: int, tile_n: int) -> str:
     return f"of {page_size} keys, copied {how}"
 
 
-def check_page_table(k: torch.Tensor, page_table: object) -> None:
+def check_page_table(k: Tensor, page_table: object) -> None:
     """Check a page table, without its contents, and the pages of a pool of 4 dimensions. Raises
     TypeError or ValueError, naming argument and value."""
     check_tensor("page_table", page_table)
-    assert isinstance(page_table, torch.Tensor)
+    assert isinstance(page_table, Tensor)
     if page_table.dtype != torch.int32:
         raise TypeError(f"page_table must have dtype int32, got {page_table.dtype}")
     if page_table.dim() != 2:
@@ -69,17 +70,17 @@ def check_page_table(k: torch.Tensor, page_table: object) -> None:
 
 
 def check_pages(
-    k: torch.Tensor,
+    k: Tensor,
     page_table: object,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    kv_batch_idx: torch.Tensor | None = None,
-    leftpad_k: torch.Tensor | None = None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
 ) -> None:
     """Check a page table against the pools of k and v, whose equal shapes are known, and where
     sequences lie in it. Raises TypeError or ValueError, naming argument and value."""
     check_page_table(k, page_table)
-    assert isinstance(page_table, torch.Tensor)
+    assert isinstance(page_table, Tensor)
     if kv_batch_idx is not None:
         check_index_vector("kv_batch_idx", kv_batch_idx, k.device)
     if leftpad_k is not None:
@@ -95,13 +96,12 @@ def check_pages(
             "cu_seqlens_k must be None beside page_table, which says where the keys of a sequence "
             f"lie; give seqused_k for their number, got {brief(cu_seqlens_k)}"
         )
-    num_pages, page_size = k.shape[:2]
     if page_table.device.type == "cpu":
         if kv_batch_idx is not None:
             page_table = _rows_of_table(page_table, kv_batch_idx)
         if leftpad_k is not None:
-            _check_leftpad(leftpad_k, seqused_k, page_table.shape[1] * page_size)
-        _check_numbers(page_table, seqused_k, leftpad_k, num_pages, page_size)
+            _check_leftpad(leftpad_k, seqused_k, page_table.shape[1] * k.shape[1])
+        _check_numbers(page_table, seqused_k, leftpad_k, k.shape)
 
 
 def refuse_without_pages(**where: object) -> None:
@@ -112,7 +112,7 @@ def refuse_without_pages(**where: object) -> None:
             raise ValueError(f"{name} needs page_table, got {brief(given)} and page_table None")
 
 
-def _rows_of_table(page_table: torch.Tensor, kv_batch_idx: torch.Tensor) -> torch.Tensor:
+def _rows_of_table(page_table: Tensor, kv_batch_idx: Tensor) -> Tensor:
     for row in kv_batch_idx.tolist():
         if not 0 <= row < len(page_table):
             raise ValueError(
@@ -121,8 +121,8 @@ def _rows_of_table(page_table: torch.Tensor, kv_batch_idx: torch.Tensor) -> torc
     return page_table[kv_batch_idx.long()]
 
 
-def _check_leftpad(leftpad_k: torch.Tensor, seqused_k: object, capacity: int) -> None:
-    if not isinstance(seqused_k, torch.Tensor) or seqused_k.shape != leftpad_k.shape:
+def _check_leftpad(leftpad_k: Tensor, seqused_k: object, capacity: int) -> None:
+    if not isinstance(seqused_k, Tensor) or seqused_k.shape != leftpad_k.shape:
         return  # refused with the other lengths
     for padding, length in zip(leftpad_k.tolist(), seqused_k.tolist(), strict=True):
         if not 0 <= padding <= capacity - length:
@@ -133,15 +133,11 @@ def _check_leftpad(leftpad_k: torch.Tensor, seqused_k: object, capacity: int) ->
 
 
 def _check_numbers(
-    page_table: torch.Tensor,
-    seqused_k: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
-    num_pages: int,
-    page_size: int,
+    page_table: Tensor, seqused_k: Tensor | None, leftpad_k: Tensor | None, pool: torch.Size
 ) -> None:
     """Check the numbers of the pages in use. Lengths are checked elsewhere."""
-    used = page_table
-    is_read = isinstance(seqused_k, torch.Tensor) and seqused_k.device == page_table.device
+    used, (num_pages, page_size, *_) = page_table, pool
+    is_read = isinstance(seqused_k, Tensor) and seqused_k.device == page_table.device
     if seqused_k is not None and is_read and seqused_k.shape == page_table.shape[:1]:
         first_rows = torch.arange(page_table.shape[1], device="cpu") * page_size
         begin = torch.zeros_like(seqused_k) if leftpad_k is None else leftpad_k

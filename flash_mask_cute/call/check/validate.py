@@ -117,7 +117,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
         check_tensor(name, tensor)
     in_fp8 = check_fp8(call)
-    _check_operands(x.q, x.k, x.v, of.cu_seqlens_q, of.cu_seqlens_k, in_fp8)
+    _check_operands(x, in_fp8)
     axis_order.warn_if_transposed(tuple(x.q.shape), tuple(x.k.shape), of.page_table is not None)
     device = x.q.device
     queries = SideArguments(
@@ -161,7 +161,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         packs_k=keys.is_packed,
         q_start=options.q_start,
     )
-    _check_masks(masks, options.causal, keys, shapes, extents, device)
+    _check_masks(call, keys, shapes, extents)
     if call.direction is Direction.FORWARD:
         _check_outputs(call, shapes, masks.score_mod)
     else:
@@ -198,13 +198,9 @@ def _check_options(options: Options) -> None:
 
 
 def _check_masks(
-    masks: Masks,
-    causal: bool,
-    keys: SideArguments,
-    shapes: FwdShapes,
-    extents: CallExtents,
-    device: torch.device,
+    call: AttentionCall, keys: SideArguments, shapes: FwdShapes, extents: CallExtents
 ) -> None:
+    masks, device = call.masks or NO_MASKS, call.tensors.q.device
     check_mod("score_mod", masks.score_mod)
     check_mod("mask_mod", masks.mask_mod)
     if masks.aux_tensors is not None:
@@ -217,8 +213,7 @@ def _check_masks(
         _check_block_lists(lists, masks.mask_mod)
         extents.check_lists(from_block_mask(lists).seqlens)
     if columns is not None:
-        entries = 1 if keys.is_packed else shapes.batch
-        _check_columns(columns, causal, (entries, keys.rows[1]), shapes, device)
+        _check_columns(columns, call.options.causal, keys, shapes)
         extents.check_columns(columns)
 
 
@@ -380,22 +375,19 @@ def _only_warns(reason: str, unordered: str) -> bool:
     return True
 
 
-def _check_operands(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    in_fp8: bool,
-) -> None:
+def _check_operands(tensors: Tensors, in_fp8: bool) -> None:
     """Check shapes, heads and dtypes of q, k and v. in_fp8: k and v may be in fp8, and are."""
+    q, k, v, of = tensors.q, tensors.k, tensors.v, tensors.lengths
     _check_dtype_of_q(q.dtype, q.device)
-    _check_like_q("k", k, FP8 if in_fp8 else q.dtype, q.device)
-    _check_like_q("v", v, FP8 if in_fp8 else q.dtype, q.device)
+    dtype = FP8 if in_fp8 else q.dtype
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must have the dtype of q ({dtype}), got {tensor.dtype}")
+        check_device(name, tensor, q.device)
     shape_q, shape_k, shape_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    _check_rank("q", shape_q, cu_seqlens_q, "cu_seqlens_q")
-    _check_rank("k", shape_k, cu_seqlens_k, "cu_seqlens_k")
-    _check_rank("v", shape_v, cu_seqlens_k, "cu_seqlens_k")
+    _check_rank("q", shape_q, of.cu_seqlens_q)
+    _check_rank("k", shape_k, of.cu_seqlens_k)
+    _check_rank("v", shape_v, of.cu_seqlens_k)
     _check_k_and_v(shape_q[-1], shape_k, shape_v)
     _check_heads(shape_q[-2], shape_v[-2], shape_k)
     check_head_dims(shape_q[-1], shape_v[-1], runs_kernels=q.is_cuda)
@@ -460,20 +452,11 @@ def _check_dtype_of_q(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def _check_like_q(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device
-) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must have the dtype of q ({dtype}), got {tensor.dtype}")
-    check_device(name, tensor, device)
-
-
-def _check_rank(
-    name: str, shape: tuple[int, ...], cu_seqlens: torch.Tensor | None, cu_seqlens_name: str
-) -> None:
+def _check_rank(name: str, shape: tuple[int, ...], cu_seqlens: torch.Tensor | None) -> None:
     if len(shape) == (4 if cu_seqlens is None else 3):
         return
     heads = "heads_q" if name == "q" else "heads_kv"
+    cu_seqlens_name = "cu_seqlens_q" if name == "q" else "cu_seqlens_k"
     dim = "head_dim_v" if name == "v" else "head_dim"
     if cu_seqlens is None:
         expected, condition = f"(batch, seqlen, {heads}, {dim})", f"{cu_seqlens_name} is None"
@@ -560,14 +543,7 @@ def _check_block_lists(value: object, mask_mod: object) -> None:
         )
 
 
-def _check_columns(
-    value: object,
-    causal: bool,
-    keys: tuple[int, int],
-    shapes: FwdShapes,
-    device: torch.device,
-) -> None:
-    """keys: batch entries and keys that the tensor must have."""
+def _check_columns(value: object, causal: bool, keys: SideArguments, shapes: FwdShapes) -> None:
     name = "startend_row_indices"
     if not isinstance(value, ColumnMask):
         # refuses what is no tensor
@@ -575,7 +551,7 @@ def _check_columns(
     tensor = value.startend_row_indices
     check_tensor(name, tensor)
     shape = tuple(tensor.shape)
-    batch, num_keys = keys
+    batch, num_keys = 1 if keys.is_packed else shapes.batch, keys.rows[1]
     if shape[0] not in (1, batch) or shape[2] != num_keys:
         raise ValueError(
             f"{name} must have {batch if batch == 1 else f'1 or {batch}'} batch entries and "
@@ -586,7 +562,7 @@ def _check_columns(
             f"{name} must have 1, heads_kv ({shapes.heads_kv}) or heads_q ({shapes.heads_q}) "
             f"heads, got shape {shape}"
         )
-    check_device(name, tensor, device)
+    check_device(name, tensor, keys.device)
 
 
 def _check_output(

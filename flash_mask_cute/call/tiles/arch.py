@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -13,6 +15,7 @@ from flash_mask_cute.call.tiles.tables import (
     SM90_BWD,
     SM90_FWD,
     SM90_STATISTICS,
+    SM90_TANGENT,
     SM100_BWD,
     SM100_FWD,
     SM103_FWD,
@@ -121,7 +124,8 @@ class ArchSpec:
 
     name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
     the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
-    evaluated before attention. statistics: the kernel of statistics of P; None: there is none.
+    evaluated before attention. statistics: the kernel of statistics of P; tangent: that of forward
+    mode, with tiles of a forward; None: there is none.
     """
 
     name: str
@@ -130,113 +134,35 @@ class ArchSpec:
     load_columns: Callable[[], Any]
     reads_mask_bits: bool
     statistics: ForwardKernel | None = None
+    tangent: ForwardKernel | None = None
 
     def of(self, problem: AttentionProblem) -> ArchSpec:
-        """The same, with the kernel of statistics in place of the forward for a problem of them."""
-        if self.statistics is None or not problem.statistics:
-            return self
-        return replace(self, forward=self.statistics)
+        """The same, with the kernel of statistics or of tangents in place of the forward for a
+        problem of them."""
+        forward = self.statistics if problem.statistics else None
+        if problem.is_tangent:
+            forward = self.tangent
+        return self if forward is None else replace(self, forward=forward)
 
 
-def _forward_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
-
-    return FlashAttentionForwardSm90
-
-
-def _forward_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
-
-    return FwdTraits
+@functools.cache
+def _device_code(path: str) -> Callable[[], Any]:
+    """Loads an object when it is called. path: "module:name" in this package; no name: the
+    module."""
+    return functools.partial(pkgutil.resolve_name, f"flash_mask_cute.{path}")
 
 
-def _statistics_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_statistics import AttentionStatisticsSm90
-
-    return AttentionStatisticsSm90
-
-
-def _backward_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
-
-    return FlashAttentionBackwardSm90
-
-
-def _backward_traits_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
-
-    return BwdTraits
-
-
-def _wide_backward_sm90() -> Any:
-    from flash_mask_cute.sm90.flash_bwd_wide import WideBackwardSm90
-
-    return WideBackwardSm90
-
-
-def _limits_sm90() -> Any:
-    from flash_mask_cute.sm90 import flash_bwd_limits
-
-    return flash_bwd_limits
-
-
-def _entry_kernels_sm90() -> EntryKernels:
-    from flash_mask_cute.sm90.flash_bwd_entries import EntryBackwardSm90
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedGradientsSm90
-    from flash_mask_cute.sm90.flash_bwd_short import ShortBackwardSm90
-
-    return EntryKernels(SharedGradientsSm90, ShortBackwardSm90, EntryBackwardSm90)
-
-
-def _entry_traits_sm90() -> EntryKernels:
-    from flash_mask_cute.sm90.flash_bwd_entries_traits import EntryTraits
-    from flash_mask_cute.sm90.flash_bwd_shared import SharedTraits
-    from flash_mask_cute.sm90.flash_bwd_short_traits import ShortTraits
-
-    return EntryKernels(SharedTraits, ShortTraits, EntryTraits)
-
-
-def _columns_sm90() -> Any:
-    from flash_mask_cute.sm90.wgmma import COLUMNS
-
-    return COLUMNS
-
-
-def _forward_sm100() -> Any:
-    from flash_mask_cute.sm100.flash_fwd import FlashAttentionForwardSm100
-
-    return FlashAttentionForwardSm100
-
-
-def _forward_traits_sm100() -> Any:
-    from flash_mask_cute.sm100.flash_fwd_traits import FwdTraits
-
-    return FwdTraits
-
-
-def _backward_sm100() -> Any:
-    from flash_mask_cute.sm100.flash_bwd import FlashAttentionBackwardSm100
-
-    return FlashAttentionBackwardSm100
-
-
-def _backward_traits_sm100() -> Any:
-    from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
-
-    return BwdTraits
-
-
-def _columns_sm100() -> Any:
-    from flash_mask_cute.sm100.umma import COLUMNS
-
-    return COLUMNS
+@functools.cache
+def _entry_kernels(shared: str, short: str, entries: str) -> Callable[[], EntryKernels]:
+    """Loads the three when it is called. Of each the path, as in `_device_code`."""
+    return lambda: EntryKernels(*(_device_code(x)() for x in (shared, short, entries)))
 
 
 SM90_BACKWARD = BackwardKernel(
     "FlashAttentionBackwardSm90",
     "flash_bwd_sm90",
-    _backward_sm90,
-    _backward_traits_sm90,
+    _device_code("sm90.flash_bwd:FlashAttentionBackwardSm90"),
+    _device_code("sm90.flash_bwd_traits:BwdTraits"),
     SM90_BWD,
     "accumulators",
     splits_groups=True,
@@ -245,18 +171,26 @@ SM90_BACKWARD = BackwardKernel(
     pairs_take_turns=False,
     gathers_queries=True,
     has_lists_per_warpgroup=True,
-    load_limits=_limits_sm90,
-    load_entry_kernels=_entry_kernels_sm90,
-    load_entry_traits=_entry_traits_sm90,
-    load_wide=_wide_backward_sm90,
+    load_limits=_device_code("sm90.flash_bwd_limits"),
+    load_entry_kernels=_entry_kernels(
+        "sm90.flash_bwd_shared:SharedGradientsSm90",
+        "sm90.flash_bwd_short:ShortBackwardSm90",
+        "sm90.flash_bwd_entries:EntryBackwardSm90",
+    ),
+    load_wide=_device_code("sm90.flash_bwd_wide:WideBackwardSm90"),
+    load_entry_traits=_entry_kernels(
+        "sm90.flash_bwd_shared:SharedTraits",
+        "sm90.flash_bwd_short_traits:ShortTraits",
+        "sm90.flash_bwd_entries_traits:EntryTraits",
+    ),
 )
 SM90 = ArchSpec(
     "Hopper",
     ForwardKernel(
         "FlashAttentionForwardSm90",
         "flash_fwd_sm90",
-        _forward_sm90,
-        _forward_traits_sm90,
+        _device_code("sm90.flash_fwd:FlashAttentionForwardSm90"),
+        _device_code("sm90.flash_fwd_traits:FwdTraits"),
         SM90_FWD,
         packed_rows=64,
         causal_each=True,
@@ -269,18 +203,29 @@ SM90 = ArchSpec(
         decode_costs=HOPPER_COSTS,
     ),
     SM90_BACKWARD,
-    _columns_sm90,
+    _device_code("sm90.wgmma:COLUMNS"),
     reads_mask_bits=True,
     statistics=ForwardKernel(
         "AttentionStatisticsSm90",
         "statistics_sm90",
-        _statistics_sm90,
-        lambda: _statistics_sm90().traits_type,
+        _device_code("sm90.flash_statistics:AttentionStatisticsSm90"),
+        _device_code("sm90.flash_statistics:AttentionStatisticsSm90.traits_type"),
         SM90_STATISTICS,
         packed_rows=64,
         causal_each=False,
         reads_fp8=False,
         decodes_whole=True,
+    ),
+    tangent=ForwardKernel(
+        "AttentionTangentSm90",
+        "flash_tangent_sm90",
+        _device_code("sm90.flash_tangent:AttentionTangentSm90"),
+        _device_code("sm90.flash_tangent:AttentionTangentSm90.traits_type"),
+        SM90_TANGENT,
+        packed_rows=64,
+        causal_each=False,
+        reads_fp8=False,
+        most_head_dim=128,
     ),
 )
 
@@ -292,8 +237,8 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
         ForwardKernel(
             "FlashAttentionForwardSm100",
             "flash_fwd_sm100",
-            _forward_sm100,
-            _forward_traits_sm100,
+            _device_code("sm100.flash_fwd:FlashAttentionForwardSm100"),
+            _device_code("sm100.flash_fwd_traits:FwdTraits"),
             SM103_FWD if fast_exp else SM100_FWD,
             packed_rows=32,
             causal_each=False,
@@ -303,8 +248,8 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
         BackwardKernel(
             "FlashAttentionBackwardSm100",
             "flash_bwd_sm100",
-            _backward_sm100,
-            _backward_traits_sm100,
+            _device_code("sm100.flash_bwd:FlashAttentionBackwardSm100"),
+            _device_code("sm100.flash_bwd_traits:BwdTraits"),
             SM100_BWD,
             "lanes",
             splits_groups=False,
@@ -312,7 +257,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             orders_aux=False,
             pairs_take_turns=True,
         ),
-        _columns_sm100,
+        _device_code("sm100.umma:COLUMNS"),
         reads_mask_bits=False,
     )
 

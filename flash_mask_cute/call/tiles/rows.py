@@ -128,73 +128,60 @@ class FwdRow(NamedTuple):
         return len(list(self.conditions())) == len(list(of_dims))
 
     def conditions(self) -> Iterator[Condition]:
-        yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
-        if self.masks:
-            yield Condition(" or ".join(self.masks), lambda call: call.tuning_class in self.masks)
-        if self.min_seqlen_q:
-            yield Condition(
-                f"seqlen_q >= {self.min_seqlen_q}", lambda call: call.seqlen_q >= self.min_seqlen_q
-            )
-        if self.max_seqlen_q is not None:
-            longest = self.max_seqlen_q
+        x = self
+        yield from _dims_up_to(x.max_dim, x.max_dim_v, x.above_dim)
+        if x.masks:
+            yield Condition(" or ".join(x.masks), lambda call: call.tuning_class in x.masks)
+        if x.min_seqlen_q:
+            text = f"seqlen_q >= {x.min_seqlen_q}"
+            yield Condition(text, lambda call: call.seqlen_q >= x.min_seqlen_q)
+        if (longest := x.max_seqlen_q) is not None:
             yield Condition(f"seqlen_q <= {longest}", lambda call: call.seqlen_q <= longest)
-        if self.min_seqlen_k:
-            yield _keys_at_least(self.min_seqlen_k)
-        if self.max_seqlen_k is not None:
-            yield _keys_at_most(self.max_seqlen_k)
-        if self.gain is not None:
-            gain = self.gain
+        yield from _keys_within(x.min_seqlen_k, x.max_seqlen_k)
+        if (gain := x.gain) is not None:
             yield Condition(
                 f"at most {gain - 1:.0%} more idle time in the last wave than with 128 rows",
                 lambda call: not call.has_equal_walks or call.fill(128) <= gain * call.fill(192),
             )
-        if self.splits_sectors:
+        if x.splits_sectors:
+            text = "rows that start between multiples of 32 bytes"
+            yield Condition(text, lambda call: call.splits_sectors)
+        if (widest := x.max_window) is not None:
+            text = f"window <= {widest}"
+            yield Condition(text, lambda call: call.window is not None and call.window <= widest)
+        if x.for_decode:
             yield Condition(
-                "rows that start between multiples of 32 bytes", lambda call: call.splits_sectors
+                f"at most {x.tile_m} query rows share keys",
+                lambda call: call.decode_rows is not None and call.decode_rows <= x.tile_m,
             )
-        if self.max_window is not None:
-            most = self.max_window
+        if (largest := x.max_selected) is not None:
+            text = f"selected blocks of at most {largest} keys"
+            yield Condition(text, lambda call: 0 < call.selected_block <= largest)
+        if x.needs_sfu:
+            text = "causal, with functions of scores"
+            yield Condition(text, lambda call: call.functions_under_causal)
+        if x.native_block_lists:
             yield Condition(
-                f"window <= {most}", lambda call: call.window is not None and call.window <= most
-            )
-        if self.for_decode:
-            most_rows = self.tile_m
-            yield Condition(
-                f"at most {most_rows} query rows share keys",
-                lambda call: call.decode_rows is not None and call.decode_rows <= most_rows,
-            )
-        if self.max_selected is not None:
-            largest = self.max_selected
-            yield Condition(
-                f"selected blocks of at most {largest} keys",
-                lambda call: 0 < call.selected_block <= largest,
-            )
-        if self.needs_sfu:
-            yield Condition(
-                "causal, with functions of scores", lambda call: call.functions_under_causal
-            )
-        if self.native_block_lists:
-            yield Condition(
-                f"blocks of a multiple of {self.tile_m} x {self.tile_n}",
+                f"blocks of a multiple of {x.tile_m} x {x.tile_n}",
                 lambda call: (
                     call.block_size is not None
-                    and call.block_size[0] % (self.tile_m * (1 + self.cta_pair)) == 0
-                    and call.block_size[1] % self.tile_n == 0
+                    and call.block_size[0] % (x.tile_m * (1 + x.cta_pair)) == 0
+                    and call.block_size[1] % x.tile_n == 0
                 ),
             )
-        if self.lists_per_warpgroup:
+        if x.lists_per_warpgroup:
             yield Condition(
-                f"block lists of an odd multiple of 64 queries, and of a multiple of {self.tile_n} "
+                f"block lists of an odd multiple of 64 queries, and of a multiple of {x.tile_n} "
                 "keys",
                 lambda call: (
                     call.lists_per_warpgroup is not None
                     and call.lists_per_warpgroup[0] % 128 == 64
-                    and call.lists_per_warpgroup[1] % self.tile_n == 0
+                    and call.lists_per_warpgroup[1] % x.tile_n == 0
                 ),
             )
-        if self.caches_bias:
+        if x.caches_bias:
             yield Condition("a bias that batch entries share", lambda call: call.caches_bias)
-        if self.cta_pair:
+        if x.cta_pair:
             yield Condition("CTAs may form pairs", lambda call: call.may_pair)
 
 
@@ -237,41 +224,37 @@ class BwdRow(NamedTuple):
     lists_per_warpgroup: bool = False
 
     def conditions(self) -> Iterator[Condition]:
-        yield from _dims_up_to(self.max_dim, self.max_dim_v, self.above_dim)
-        if self.masks is not None:
-            kinds = self.masks
+        x = self
+        yield from _dims_up_to(x.max_dim, x.max_dim_v, x.above_dim)
+        if (kinds := x.masks) is not None:
             yield Condition(f"masks {'/'.join(kinds)}", lambda call: call.tuning_class in kinds)
-        if self.min_seqlen_k:
-            yield _keys_at_least(self.min_seqlen_k)
-        if self.max_seqlen_k is not None:
-            yield _keys_at_most(self.max_seqlen_k)
-        if self.query_lists:
-            keys = self.query_lists
-            yield Condition(f"query lists of {keys} keys", lambda call: call.query_lists == keys)
-        elif self.clears_dq:
+        yield from _keys_within(x.min_seqlen_k, x.max_seqlen_k)
+        if x.query_lists:
+            text = f"query lists of {x.query_lists} keys"
+            yield Condition(text, lambda call: call.query_lists == x.query_lists)
+        elif x.clears_dq:
             yield Condition("deterministic=False", lambda call: not call.is_ordered)
-        if self.min_window:
-            narrowest = self.min_window
+        if x.min_window:
             yield Condition(
-                f"no window below {narrowest}",
-                lambda call: call.window is None or call.window >= narrowest,
+                f"no window below {x.min_window}",
+                lambda call: call.window is None or call.window >= x.min_window,
             )
-        if self.without_lists:
+        if x.without_lists:
             yield Condition("no block lists", lambda call: not call.has_lists)
-        if self.lists_per_warpgroup:
+        if x.lists_per_warpgroup:
             yield Condition(
-                f"block lists of a multiple of {self.tile_m} queries and an odd one of 64 keys",
+                f"block lists of a multiple of {x.tile_m} queries and an odd one of 64 keys",
                 lambda call: (
                     call.lists_per_warpgroup is not None
-                    and call.lists_per_warpgroup[0] % self.tile_m == 0
+                    and call.lists_per_warpgroup[0] % x.tile_m == 0
                     and call.lists_per_warpgroup[1] % 128 == 64
                 ),
             )
-        if self.cta_pair:
+        if x.cta_pair:
             yield Condition("no soft cap and no score_mod", lambda call: call.may_pair)
-        if self.if_asked:
+        if x.if_asked:
             yield Condition("config cta_pair=True", lambda call: call.asks_pair)
-        if self.splits_keys:
+        if x.splits_keys:
             yield Condition("no soft cap and no score_mod", lambda call: call.may_split_keys)
 
 
@@ -284,12 +267,11 @@ def _dims_up_to(max_dim: int, max_dim_v: int, above_dim: int = 0) -> Iterator[Co
     yield Condition(f"head_dim_v <= {max_dim_v}", lambda call: call.head_dim_v <= max_dim_v)
 
 
-def _keys_at_most(count: int) -> Condition:
-    return Condition(f"seqlen_k <= {count}", lambda call: call.seqlen_k <= count)
-
-
-def _keys_at_least(least: int) -> Condition:
-    return Condition(f"seqlen_k >= {least}", lambda call: call.seqlen_k >= least)
+def _keys_within(least: int, most: int | None) -> Iterator[Condition]:
+    if least:
+        yield Condition(f"seqlen_k >= {least}", lambda call: call.seqlen_k >= least)
+    if most is not None:
+        yield Condition(f"seqlen_k <= {most}", lambda call: call.seqlen_k <= most)
 
 
 Row = TypeVar("Row", FwdRow, BwdRow)

@@ -288,6 +288,11 @@ SM100_FWD = tuple(
 )
 SM103_FWD = _SM100_FWD
 
+SM90_TANGENT = (
+    FwdRow(*(64, 64, 128, 96, 3, 1, False), "as many keys as registers hold, not measured"),
+    FwdRow(*(128, 128, 128, 64, 2, 1, False), "as many keys as fit, not measured"),
+)
+
 SM90_BWD = (
     BwdRow(
         *(512, 512, 64, 2, 2, 1, 0),

@@ -106,6 +106,13 @@ class Traversal:
     def _close(self) -> None:
         self._parts.append(b")")
 
+    def _group(self, tag: bytes, *parts: object) -> None:
+        """Write a group of parts that messages do not name."""
+        self._open(tag)
+        for part in parts:
+            self._behind(self._value, part)
+        self._close()
+
     def _named(self, label: str, name: object, value: object, *steps: Step) -> None:
         """Write one named part. label: for messages. steps: from the object that holds it."""
         self._trail.append((label, name, steps))
@@ -199,11 +206,6 @@ class Traversal:
             branch._value(member)
             encoded.append(branch.digest())
         self._emit(b"set", *sorted(encoded))
-
-    def _slice(self, obj: slice) -> None:
-        self._open(b"slice")
-        self._behind(self._tuple, (obj.start, obj.stop, obj.step))
-        self._close()
 
     def _namespace(self, obj: types.SimpleNamespace) -> None:
         if self._first_visit(obj):
@@ -347,11 +349,6 @@ class Traversal:
             self._named("argument", name, value, ("attribute", "keywords"), ("item", name))
         self._close()
 
-    def _memoised(self, fn: functools._lru_cache_wrapper[Any]) -> None:
-        self._open(b"lru_cache")
-        self._behind(self._value, fn.__wrapped__)
-        self._close()
-
     def _builtin(self, fn: types.BuiltinFunctionType) -> None:
         owner = fn.__self__
         self._emit(b"builtin", fn.__module__ or "", fn.__qualname__)
@@ -361,26 +358,6 @@ class Traversal:
     def _descriptor(self, descriptor: Any) -> None:
         owner = descriptor.__objclass__
         self._emit(b"descriptor", owner.__module__, owner.__qualname__, descriptor.__name__)
-
-    def _tuple_getter(self, getter: Any) -> None:
-        self._open(b"tuple getter")
-        self._behind(self._value, getter.__reduce__()[1])
-        self._close()
-
-    def _property(self, prop: property) -> None:
-        self._open(b"property")
-        self._behind(self._tuple, (prop.fget, prop.fset, prop.fdel))
-        self._close()
-
-    def _wrapped_method(self, method: staticmethod[Any, Any] | classmethod[Any, Any, Any]) -> None:
-        self._open(type(method).__name__.encode())
-        self._behind(self._value, method.__func__)
-        self._close()
-
-    def _cached_property(self, prop: functools.cached_property[Any]) -> None:
-        self._open(b"cached_property")
-        self._behind(self._value, prop.func)
-        self._close()
 
     # Modules, classes, instances.
 
@@ -455,10 +432,7 @@ class Traversal:
         elif text is not None:
             self._emit(b"library value", kind.__module__, kind.__qualname__, text)
         elif typing.get_origin(obj) is not None:
-            self._open(b"generic")
-            self._behind(self._value, typing.get_origin(obj))
-            self._behind(self._tuple, typing.get_args(obj))
-            self._close()
+            self._group(b"generic", typing.get_origin(obj), typing.get_args(obj))
         elif isinstance(obj, tuple) and hasattr(kind, "_fields"):
             self._open(b"namedtuple")
             self._class(kind)
@@ -491,7 +465,7 @@ _VISITORS: dict[type, Callable[[Traversal, Any], None]] = {
     types.MappingProxyType: Traversal._mapping,
     set: Traversal._set,
     frozenset: Traversal._set,
-    slice: Traversal._slice,
+    slice: lambda walk, x: walk._group(b"slice", (x.start, x.stop, x.step)),
     types.SimpleNamespace: Traversal._namespace,
     types.FunctionType: Traversal._function,
     types.MethodType: Traversal._method,
@@ -499,17 +473,18 @@ _VISITORS: dict[type, Callable[[Traversal, Any], None]] = {
     types.MethodWrapperType: Traversal._builtin,
     types.ModuleType: Traversal._module,
     functools.partial: Traversal._partial,
-    functools._lru_cache_wrapper: Traversal._memoised,
-    functools.cached_property: Traversal._cached_property,
-    property: Traversal._property,
-    staticmethod: Traversal._wrapped_method,
-    classmethod: Traversal._wrapped_method,
+    functools._lru_cache_wrapper: lambda walk, x: walk._group(b"lru_cache", x.__wrapped__),
+    functools.cached_property: lambda walk, x: walk._group(b"cached_property", x.func),
+    property: lambda walk, x: walk._group(b"property", (x.fget, x.fset, x.fdel)),
+    staticmethod: lambda walk, x: walk._group(b"staticmethod", x.__func__),
+    classmethod: lambda walk, x: walk._group(b"classmethod", x.__func__),
     types.MethodDescriptorType: Traversal._descriptor,
     types.WrapperDescriptorType: Traversal._descriptor,
     types.ClassMethodDescriptorType: Traversal._descriptor,
     types.GetSetDescriptorType: Traversal._descriptor,
     types.MemberDescriptorType: Traversal._descriptor,
-    _TUPLE_GETTER: Traversal._tuple_getter,
+    # what pickle would make it of again
+    _TUPLE_GETTER: lambda walk, x: walk._group(b"tuple getter", x.__reduce__()[1]),
 }
 
 

@@ -114,7 +114,7 @@ def test_which_callables_take_rows(mod: Any, expected: bool) -> None:
         found.append(ScoreModTraits.create(mod, aux_tensors))
 
     with compile_lock():
-        cute.compile(ask, fake_tensors.aux_tensors(problem), no_jit_engine=True)
+        cute.compile(ask, fake_tensors.aux_tensors(problem.aux), no_jit_engine=True)
     assert found[0].takes_rows is expected
 
 

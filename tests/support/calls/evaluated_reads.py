@@ -17,7 +17,7 @@ from flash_mask_cute.call.tables import most_difference
 from flash_mask_cute.mods.aux_reads import ElementRead, answered_reads
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import differentiate
-from flash_mask_cute.mods.difference_reads import coordinates_of_difference, sums_of_terms
+from flash_mask_cute.mods.difference_reads import read_of_difference, sums_of_terms
 from flash_mask_cute.mods.on_cpu import compile_for_host
 from flash_mask_cute.mods.read_classes import DifferenceRead, Factor, ModReads
 from flash_mask_cute.mods.traits import difference_reads, find_reads
@@ -160,7 +160,7 @@ def _evaluate_all(
                 for d in range(tables[i].shape[2]):
                     number = places[b], places[h], places[d] - tables[i].shape[2] // 2
                     arguments = score_mod, reads[i], *number, aux_tensors
-                    found = coordinates_of_difference(*arguments)
+                    found = read_of_difference(*arguments).coordinates
                     for c in cutlass.range_constexpr(len(found)):
                         tables[i][b, h, d, c] = found[c]
 

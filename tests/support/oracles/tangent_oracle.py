@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from inputs import Inputs
@@ -11,6 +11,8 @@ from oracle import eager_same_dtype, reference_attention
 from tolerances import assert_as_good
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
 
 
 class Pair(NamedTuple):
@@ -41,6 +43,20 @@ def dual_results(
         return primals, Pair(*(x.clone() for x in given))
 
 
+def attend_of(inputs: Inputs) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The public function of q, k and v, with the other arguments of the inputs: out and lse."""
+    given = inputs.keywords | {"return_lse": True}
+    given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
+    if "block_sparse_tensors_torch" in given:
+        given["block_sparse_tensors"] = given.pop("block_sparse_tensors_torch")
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    function: Callable[..., Any] = flash_attn_varlen_func
+    if all(given.get(name) is None for name in names):
+        given = {name: x for name, x in given.items() if name not in names}
+        function = flash_attn_func
+    return lambda q, k, v: function(q, k, v, **given)
+
+
 def reference_tangents(inputs: Inputs, tangents: tuple) -> Pair:
     """In float64, of out and lse; 0 in rows that see nothing and in rows that are not in use."""
 
@@ -65,6 +81,10 @@ def assert_tangents_close(found: Pair, inputs: Inputs, tangents: tuple) -> None:
     """The bound of a drawn call on both tangents: twice the error of eager attention in the same
     dtype, and an ulp."""
     exact, eager = reference_tangents(inputs, tangents), eager_tangents(inputs, tangents)
-    for name, tensor in found._asdict().items():
-        of_eager = getattr(eager, name)
-        assert_as_good(f"t{name}", tensor, getattr(exact, name), of_eager, inputs.case.id)
+    assert_as_good_as_eager(found, exact, eager, inputs.case.id)
+
+
+def assert_as_good_as_eager(found: Pair, exact: Pair, eager: Pair, name: str) -> None:
+    """As `assert_tangents_close`, of tangents that are known."""
+    for what, tensor in found._asdict().items():
+        assert_as_good(f"t{what}", tensor, getattr(exact, what), getattr(eager, what), name)
