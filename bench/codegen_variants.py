@@ -307,7 +307,7 @@ def _tangents() -> Iterator[tuple[str, AttentionVariant]]:
 
 def _selections() -> Iterator[tuple[str, AttentionVariant]]:
     """Of 16 heads and blocks of 128 keys: bits of a selection, beside a mask_mod that the heads
-    share, and the entries of one query, in shares."""
+    share, and the entries of one query, in shares. Smaller blocks are gathered."""
     of_selection: dict[str, Any] = {"has_selected": True, "packed_heads": 16}
     yield "d128-choice", _selection(is_causal=True, **of_selection)
     mods = Mods(mask_mod=sees_prefix)
@@ -321,6 +321,11 @@ def _selections() -> Iterator[tuple[str, AttentionVariant]]:
     entries |= {"in_fp8": True, "few_rows": True, "page_box": 128}
     entries["optional"] = tuple(GivenTensor(f"{x}_descale", "float32", 3) for x in "kv")
     yield "decode-d128-choice-fp8", replace(_selection(**of_selection, **entries), decode_rows=16)
+    for d, block in ((256, 4), (128, 8)):
+        gathered = _variant(d, is_causal=True, gathers=block, **of_selection)
+        yield f"d{d}-choice{block}", replace(gathered, selected_block=block)
+        gathered = _variant(d, gathers=block, split=BY_STREAM_K, has_seqused_k=True, **of_selection)
+        yield f"decode-d{d}-choice{block}", replace(gathered, selected_block=block, decode_rows=16)
 
 
 def _selection(mods: Mods = NO_MODS, **fields: Any) -> AttentionVariant:

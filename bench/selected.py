@@ -32,10 +32,12 @@ from bench.oracle import attend
 from bench.runner import Run, Table
 from flash_mask_cute import SelectedBlocks, flash_attn_func, flash_attn_with_kvcache
 
-D, TILE_ROWS = 128, 128
+TILE_ROWS = 128
 # of the largest number of a result: bf16 rounds to 2^-9, gradients are sums of rounded numbers
 ALLOWED = 2e-2
 CHECKED_ROWS, CHECKED_TOKENS = 64, 2048
+# of selections of which the next query has 0.8
+QSA_R = 0.95
 # tokens whose scores are in memory at once
 CHUNK = 1024
 
@@ -52,6 +54,8 @@ class Case(NamedTuple):
     batch: int = 0
     queries: int = 1
     page: int = 0
+    d: int = 128
+    fp8: bool = False
 
     @property
     def group(self) -> int:
@@ -73,6 +77,13 @@ CASES = (
     Case("decode-64x32k-pages16", 32768, batch=64, page=16),
     Case("decode-1x131072", 131072, batch=1, page=128),
     Case("decode-4-queries", 32768, batch=64, queries=4, page=128),
+    Case("decode-64x32k-fp8", 32768, batch=64, page=128, fp8=True),
+    Case("prefill-32k", 32768, batch=1, queries=32768, page=128),
+    Case("prefill-32k-fp8", 32768, batch=1, queries=32768, page=128, fp8=True),
+    Case("qsa-32k", 32768, (32, 2), block=4, k=256, r=QSA_R, d=256),
+    Case("qsa-32k-blocks8", 32768, (32, 2), block=8, k=128, r=QSA_R, d=256),
+    Case("decode-qsa", 32768, (32, 2), block=4, k=256, r=QSA_R, batch=64, page=64, d=256),
+    Case("decode-qsa-blocks8", 32768, (32, 2), block=8, k=128, r=QSA_R, batch=64, page=64, d=256),
 )
 
 
@@ -142,7 +153,7 @@ def count(case: Case, selection: Tensor) -> Counts:
 
 
 class Given(NamedTuple):
-    """q, k, v and the gradient of the output (1, tokens, heads, D), and a selection."""
+    """q, k, v and the gradient of the output (1, tokens, heads, d), and a selection."""
 
     q: Tensor
     k: Tensor
@@ -153,7 +164,7 @@ class Given(NamedTuple):
     @staticmethod
     def of(case: Case, device: str) -> Given:
         heads = case.heads[0], case.heads[1], case.heads[1], case.heads[0]
-        shapes = [(1, case.n, h, D) for h in heads]
+        shapes = [(1, case.n, h, case.d) for h in heads]
         q, k, v, dout = runner.normal(device, torch.bfloat16, *shapes, seed=1)
         return Given(q, k, v, dout, SelectedBlocks(choose(case, case.n, device), case.block))
 
@@ -191,7 +202,7 @@ def fla(q: Tensor, k: Tensor, v: Tensor, chosen: SelectedBlocks) -> Any:
 
     numbers = chosen.indices.transpose(1, 2).long().contiguous()
     counts, size = (numbers >= 0).sum(-1), chosen.block_size
-    return ParallelNSAFunction.apply(q, k, v, numbers, counts, size, D**-0.5, None)
+    return ParallelNSAFunction.apply(q, k, v, numbers, counts, size, q.shape[-1] ** -0.5, None)
 
 
 PEERS: dict[str, Callable[..., Any]] = {
@@ -203,9 +214,9 @@ PEERS: dict[str, Callable[..., Any]] = {
 
 
 def error_of(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, out: Tensor) -> float:
-    """Of rows q (rows, group, D) of one KV head in fp32, which see (rows, keys)."""
+    """Of rows q (rows, group, d) of one KV head in fp32, which see (rows, keys)."""
     q, k, v = (x.float() for x in (q, k, v))
-    numbers = torch.einsum("rgd,kd->rgk", q, k) * D**-0.5
+    numbers = torch.einsum("rgd,kd->rgk", q, k) * q.shape[-1] ** -0.5
     numbers = numbers.masked_fill(~seen[:, None], -math.inf)
     wanted = attend(numbers.flatten(0, 1), v, None).out.view(q.shape)
     return runner.share_off(out.float(), wanted)
@@ -229,7 +240,7 @@ def error_of_gradients(peer: str, given: Given) -> float:
     def plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x[0].transpose(0, 1).float() for x in (q, k, v))
         k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-        weights = (q @ k.mT * D**-0.5).masked_fill(~masks, -math.inf).softmax(-1)
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~masks, -math.inf).softmax(-1)
         return (weights @ v).transpose(0, 1)[None].to(few.q.dtype)
 
     leaves = [x.detach().requires_grad_() for x in (few.q, few.k, few.v)]
@@ -261,7 +272,7 @@ def of_sequence(case: Case, run: Run) -> Iterator[Json]:
             continue
         calls["forward"][peer], calls["backward"][peer] = forward, backward
     for direction, contenders in calls.items():
-        flops = (4 if direction == "forward" else 10) * D * counts.visible * case.heads[0]
+        flops = (4 if direction == "forward" else 10) * case.d * counts.visible * case.heads[0]
         for peer, of_rounds in run.time(contenders, 2).items():
             ms = timing.median(of_rounds) if of_rounds else math.nan
             yield {
@@ -277,12 +288,14 @@ def of_sequence(case: Case, run: Run) -> Iterator[Json]:
 def of_caches(case: Case, run: Run) -> Iterator[Json]:
     heads_q, heads_kv = case.heads
     pages = case.n // case.page
-    size = 2 * case.batch * case.n * heads_kv * D * 2
+    dtype = torch.float8_e4m3fn if case.fp8 else torch.bfloat16
+    size = 2 * case.batch * case.n * heads_kv * case.d * dtype.itemsize
     copies = 2 if run.is_dry else timing.copies_of(size)
     normal = functools.partial(torch.randn, device=run.device, dtype=torch.bfloat16)
-    q = normal(case.batch, case.queries, heads_q, D)
+    q = normal(case.batch, case.queries, heads_q, case.d)
     caches = [
-        [normal(case.batch * pages, case.page, heads_kv, D) for _ in "kv"] for _ in range(copies)
+        [normal(case.batch * pages, case.page, heads_kv, case.d).to(dtype) for _ in "kv"]
+        for _ in range(copies)
     ]
     table = torch.randperm(case.batch * pages, device=run.device).int().view(case.batch, pages)
     lengths = torch.full((case.batch,), case.n, dtype=torch.int32, device=run.device)
@@ -291,21 +304,24 @@ def of_caches(case: Case, run: Run) -> Iterator[Json]:
     # a sequence's queries are neighbours
     selection = selection.unflatten(1, (case.batch, case.queries)).transpose(0, 1).contiguous()
     own = (case.n - 1) // case.block
-    selection = torch.where(selection == selection.amax(-1, keepdim=True), own, selection)
+    if case.queries < case.block:
+        selection = torch.where(selection == selection.amax(-1, keepdim=True), own, selection)
+    one = torch.ones(case.batch, heads_kv, device=run.device)
+    scales = {"k_descale": one, "v_descale": one} if case.fp8 else {}
     call = functools.partial(
         flash_attn_with_kvcache, q, cache_seqlens=lengths, page_table=table, causal=True,
-        block_sparse_tensors=SelectedBlocks(selection, case.block),
+        block_sparse_tensors=SelectedBlocks(selection, case.block), **scales,
     )  # fmt: skip
     out: Any = call(*caches[0])
     # of the first sequence's first group
     k, v = (x[table[0].long(), :, 0].flatten(0, 1) for x in caches[0])
-    keys = torch.arange(case.n, device=run.device)
-    seen = (keys // case.block == selection[0, 0][:, :, None]).any(1)
-    seen &= keys <= keys[case.n - case.queries :, None]
-    error = error_of(q[0, :, : case.group], k, v, seen, out[0, :, : case.group])
+    keys, rows = torch.arange(case.n, device=run.device), slice(-CHECKED_ROWS, None)
+    seen = (keys // case.block == selection[0, 0, rows][:, :, None]).any(1)
+    seen &= keys <= keys[case.n - case.queries :][rows, None]
+    error = error_of(q[0, rows, : case.group], k, v, seen, out[0, rows, : case.group])
     of_blocks = torch.zeros(case.batch, heads_kv, own + 2, device=run.device)
     of_blocks.scatter_(2, torch.where(selection < 0, own + 1, selection).flatten(2).long(), 1.0)
-    read = of_blocks[..., : own + 1].sum().item() * case.block * D * 4
+    read = of_blocks[..., : own + 1].sum().item() * case.block * case.d * 2 * dtype.itemsize
     us = timing.time_graph([functools.partial(call, *pair) for pair in caches], run.device)
     percent = {"percent": 100 * read / us / run.ceiling} if run.ceiling else {}
     yield {
@@ -321,8 +337,8 @@ def measure(case: Case, run: Run) -> Iterator[Json]:
 def small(cases: list[Case]) -> list[Case]:
     return [
         case._replace(
-            n=512, heads=(case.group, 1), block=32, k=min(case.k, 6), batch=min(case.batch, 2),
-            page=min(case.page, 32),
+            n=512, heads=(case.group, 1), block=min(case.block, 32), k=min(case.k, 6),
+            batch=min(case.batch, 2), page=min(case.page, 32), queries=min(case.queries, 512),
         )
         for case in cases
     ]  # fmt: skip

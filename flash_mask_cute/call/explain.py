@@ -204,7 +204,7 @@ def _describe_splits(run: ExecutionPlan) -> str:
 
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
     box = run.problem.page_box
-    if box is None:
+    if box is None or run.problem.gathers:
         return ""
     return describe_pages(tensors.k.shape[1], box, run.fwd_choice.tiles.tile_n)
 

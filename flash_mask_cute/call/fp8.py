@@ -45,8 +45,7 @@ def call_in_16_bits(facts: CallFacts) -> AttentionCall | None:
     if call.options.window_size_left is not None:
         return None
     rows = shapes.mean_seqlen_q * (shapes.heads_q // shapes.heads_kv)
-    selected = facts.masks.selected
-    if selected is not None:
+    if (selected := facts.masks.selected) is not None:
         # that visit a key, if neighbouring queries chose the same
         chosen = min(selected.indices.shape[-1] * selected.block_size, shapes.seqlen_k)
         rows = rows * chosen // shapes.seqlen_k

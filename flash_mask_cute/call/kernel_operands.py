@@ -92,7 +92,7 @@ def _block_bits(x: AttentionProblem, _: Any) -> Any:
     if x.query_lists:
         return fake_tensors.query_lists()
     if x.has_selected:
-        return fake_tensors.selection_bits(x.selection_dtype)
+        return fake_tensors.selection_bits(x.selection_dtype, x.gathers > 0)
     return fake_tensors.block_bits(x.has_bits)
 
 

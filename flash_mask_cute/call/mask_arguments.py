@@ -18,7 +18,7 @@ from flash_mask_cute.call.masks import column_mask_of
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.mask_prep.block_lists import order_lists
-from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits, union_lists
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
@@ -45,7 +45,8 @@ class MaskArguments:
     """
 
     __slots__ = (
-        "_block_size", "_by_query_lists", "_causal_form", "_query_tiles", "_reads_entries",
+        "_block_size", "_by_query_lists", "_causal_form", "_gathers", "_query_tiles",
+        "_reads_entries",
         "_reads_lists", "_seqlens", "_tile",
     )  # fmt: skip
 
@@ -65,6 +66,7 @@ class MaskArguments:
         self._reads_lists = reads_lists
         self._by_query_lists = problem.query_lists
         self._reads_entries = problem.selection_dtype is not None
+        self._gathers = problem.gathers > 0
 
     def __call__(
         self, masks: Masks, cu_seqlens_k: Tensor | None, cu_seqlens_q: Tensor | None
@@ -106,10 +108,16 @@ class MaskArguments:
         num_blocks = selected.num_blocks(self._seqlens[1])
         by_entry, size, tiles = selected.by_entry, selected.block_size, self._query_tiles
         queries = min(-(-tiles.tile_m // tiles.pack), self._seqlens[0])
-        most_tiles = queries * by_entry.shape[3] * max(size // self._tile[1], 1)
+        k = by_entry.shape[3]
+        most_tiles = queries * k * max(size // self._tile[1], 1)
         if self._reads_entries:
             return by_entry, None, 1, size, None, None, most_tiles
         made = selected_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
+        if self._gathers:
+            length = tiles.list_length(k, num_blocks, self._seqlens[0])
+            most_tiles = -(-length * size // self._tile[1])
+            lists = union_lists(made.of_any, length)
+            return made.rows, None, 1, size, None, None, most_tiles, *lists
         return made.rows, None, 1, size, made.of_any, made.of_every, most_tiles
 
 

@@ -212,8 +212,8 @@ def with_page_box(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
         return plan
     tile_n = plan.fwd_choice.tiles.tile_n
     # of keys that two CTAs share, each loads boxes
-    of_cta = tile_n // ctas_of_tile(problem.head_dim_v)
-    box = page_box_of(x.k.shape[1], of_cta, problem.has("leftpad_k"))
+    keys = problem.gathers or tile_n // ctas_of_tile(problem.head_dim_v)
+    box = page_box_of(x.k.shape[1], keys, problem.has("leftpad_k"))
     return replace(plan, problem=replace(problem, page_box=box))
 
 

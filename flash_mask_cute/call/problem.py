@@ -12,7 +12,7 @@ import torch
 from flash_mask_cute.core.fixed_splits import ORDERED
 from flash_mask_cute.core.packed_heads import padded_group, rows_of_listed
 from flash_mask_cute.core.stream_k import FEW_ROWS
-from flash_mask_cute.limits import MAX_HEAD_DIM, OPEN_WINDOW
+from flash_mask_cute.limits import LEAST_BOX, MAX_HEAD_DIM, OPEN_WINDOW
 
 
 class FwdShapes(NamedTuple):
@@ -106,14 +106,15 @@ class AttentionProblem:
     for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
     optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
     selection of key blocks is given, as bits. selection_dtype: that of its entries, if a forward of
-    one query reads them itself, else None. shares_mask: heads that share a tile of a forward with a
-    selection see the same of a mask_mod. shared_kv: all sequences have the keys of one batch
-    entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows: then, that at most
-    `FEW_ROWS` query rows share keys, of a batch that is not packed. query_lists: keys of a work
-    tile of a backward that takes the selection as query lists (`query_lists.py`), and packs all
-    heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the intervals hide
-    other scores from one head of a group than from another. tables: dtypes of the tables of
-    differences that the kernel gets after the aux tensors (`tables.py`), summed:
+    one query reads them itself, else None. gathers: keys of a block of the selection, if a forward
+    gathers the keys of small blocks (`gathered_mask.py`), else 0. shares_mask: heads that share a
+    tile of a forward with a selection see the same of a mask_mod. shared_kv: all sequences have the
+    keys of one batch entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows:
+    then, that at most `FEW_ROWS` query rows share keys, of a batch that is not packed. query_lists:
+    keys of a work tile of a backward that takes the selection as query lists (`query_lists.py`),
+    and packs all heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the
+    intervals hide other scores from one head of a group than from another. tables: dtypes of the
+    tables of differences that the kernel gets after the aux tensors (`tables.py`), summed:
     (number, size of the sums) of the reads whose gradients it sums by difference.
     lists_per_warpgroup: warpgroups of a forward, or keys of one in a backward, have block lists of
     their own (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a
@@ -164,6 +165,7 @@ class AttentionProblem:
     optional: tuple[GivenTensor, ...] = ()
     has_selected: bool = False
     selection_dtype: str | None = None
+    gathers: int = 0
     shares_mask: bool = False
     shared_kv: bool = False
     in_fp8: bool = False
@@ -193,6 +195,14 @@ class AttentionProblem:
         rows = shapes.seqlen_q * padded_group(self.packed_heads)
         few_rows = self.in_fp8 and not self.varlen_q and rows <= FEW_ROWS
         return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
+
+    @property
+    def keys_of_box(self) -> int | None:
+        """Keys that a forward loads together, of pages or gathered; None: those of a tile. TMA
+        numbers the rows of packed sequences otherwise, so threads copy these if gathered."""
+        if self.gathers and self.page_box is None:
+            return LEAST_BOX // 2 if self.varlen_k else self.gathers
+        return self.page_box
 
     @property
     def may_have_lists_per_warpgroup(self) -> bool:

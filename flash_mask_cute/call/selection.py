@@ -8,11 +8,16 @@ from torch import Tensor
 
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend, CallFacts
+from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.core.packed_heads import padded_group
-from flash_mask_cute.mask_prep.selected_bits import row_bytes
+from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES
+from flash_mask_cute.mask_prep.selected_bits import QueryTiles, row_bytes
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen
 from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.dtypes import dtype_name
+
+# keys of the largest blocks whose keys are gathered
+MOST_GATHERED = 8
 
 
 def has_equal_walks(facts: CallFacts) -> bool:
@@ -42,8 +47,34 @@ def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan
     if problem.packed_heads > 1 and mask_mod is not None:
         shares_mask = not find_reliance(mask_mod, problem).head
     selection_dtype = dtype_name(selected.indices.dtype) if decides_alone else None
+    gathers = 0 if why_whole_tiles(plan) else selected.block_size
     problem = replace(problem, selection_dtype=selection_dtype, shares_mask=shares_mask)
-    return replace(plan, problem=problem)
+    return replace(plan, problem=replace(problem, gathers=gathers))
+
+
+def why_whole_tiles(plan: ExecutionPlan) -> str | None:
+    """Why a forward with a selection visits whole tiles of keys, or None: it gathers the keys of
+    small blocks."""
+    masks, problem, shapes, spec = plan.masks, plan.problem, plan.shapes, arch_spec(plan.target)
+    selected = masks.selected
+    assert selected is not None
+    num_blocks = selected.num_blocks(shapes.seqlen_k)
+    tiles = QueryTiles(plan.fwd_choice.tiles.tile_m, padded_group(problem.packed_heads))
+    batch, heads, rows, k = selected.by_entry.shape
+    of_tiles = batch * heads * tiles.number(rows, shapes.batch if problem.varlen_q else None)
+    num_bytes = 4 * of_tiles * tiles.list_length(k, num_blocks, shapes.seqlen_q)
+    reasons = {
+        f"blocks of {selected.block_size} keys": selected.block_size > MOST_GATHERED,
+        f"on {spec.name}": not spec.forward.gathers_keys,
+        f"head_dim_v {problem.head_dim_v}": problem.head_dim_v > MAX_HEAD_DIM,
+        "mask_mod": masks.mask_mod is not None,
+        "score_mod": masks.score_mod is not None,
+        "startend_row_indices": masks.column_mask is not None,
+        "keys and values in fp8": problem.in_fp8,
+        "skip_blocks=False": not plan.fwd_choice.tiles.skip_blocks,
+        f"lists of {num_bytes} bytes": num_bytes > MOST_BIT_BYTES,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 # -- described ---------------------------------------------------------------------------------
@@ -67,6 +98,11 @@ def explain_selection(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
     elif run.backend is Backend.KERNEL:
         num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
         parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction")
+    if run.problem.gathers:
+        box = run.problem.keys_of_box
+        parts.append(f"a second launch makes lists; keys are gathered, {box} in a copy")
+    elif selected.block_size <= MOST_GATHERED:
+        parts.append(f"whole tiles of keys, not gathered ones: {why_whole_tiles(run)}")
     return "; ".join([*parts, _union(run, selected, cu_seqlens_q)])
 
 

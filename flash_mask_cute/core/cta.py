@@ -18,6 +18,8 @@ THREADS_PER_WARPGROUP = 128
 WARPS_PER_WARPGROUP = 4
 RING_STAGES = 4
 WALK_STAGES = 4
+# 32-bit words of a vector of 16 bytes
+WORDS_OF_VECTOR = 4
 
 
 def thread_in_warpgroup() -> Int32:
@@ -29,6 +31,19 @@ def swizzled(
 ) -> cute.Tensor:
     """The tensor with a layout in a member of a CTA's storage. dtype: if not the member's."""
     return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
+
+
+@cute.jit
+def clear(smem: cute.Tensor, num_threads: cutlass.Constexpr[int]) -> None:
+    """Write zeros to a tensor, with all threads of a CTA."""
+    count = cute.cosize(smem.layout) * smem.element_type.width // Int32.width
+    words = cute.make_tensor(cute.recast_ptr(smem.iterator, dtype=Int32), cute.make_layout(count))
+    zeros = cute.make_rmem_tensor((WORDS_OF_VECTOR,), Int32)
+    zeros.fill(0)
+    for i in range(cute.arch.thread_idx()[0], count // WORDS_OF_VECTOR, num_threads):
+        cute.autovec_copy(zeros, cute.local_tile(words, (WORDS_OF_VECTOR,), (i,)))
+    # products and TMA use another proxy
+    cute.arch.fence_proxy("async.shared", space="cta")
 
 
 def launch_registers(num_warpgroups: int) -> int:
@@ -62,14 +77,13 @@ def scheduler_rings(
     fields: tuple[str, ...] = WORK_FIELDS,
     chunk_fields: tuple[str, ...] = CHUNK_FIELDS,
     tokens: cute.Tensor | None = None,
-    tells_next: bool = False,
 ) -> tuple[WorkRing, WalkRing]:
     """The rings that the scheduler warp writes: work tiles for all other warps, walks for some.
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param readers: warps that read walks, and warps that read only work tiles
-    :param ascending, uncut_first, predecessors, tokens, tells_next: see `WalkRing`; fields: see
-        `WorkRing`, and of `WalkRing` chunk_fields
+    :param ascending, uncut_first, predecessors, tokens: see `WalkRing`; fields: see `WorkRing`, and
+        of `WalkRing` chunk_fields
     """
     num_walkers, num_others = readers
     work = Ring.create(
@@ -81,6 +95,5 @@ def scheduler_rings(
     walk = Ring.create(
         storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
     )
-    of_blocks = predecessors, chunk_fields, tokens, tells_next
-    chunks = WalkRing(walk, ascending, uncut_first, *of_blocks)
+    chunks = WalkRing(walk, ascending, uncut_first, predecessors, chunk_fields, tokens)
     return WorkRing(work, fields), chunks

@@ -77,12 +77,13 @@ class Buffer(NamedTuple):
 
 
 class HeadKeys(NamedTuple):
-    """The keys of a sequence for a KV head."""
+    """The keys of a sequence for a KV head. gathered: the line of the list of those to gather."""
 
     head: Int32
     batch_idx: Int32
     offset: Int32
     length: Int32
+    gathered: Int32 | None = None
 
 
 class LoadState(NamedTuple):
@@ -111,13 +112,13 @@ class OperandLoads:
 
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
     one word for each key stage, for readers that do not follow walks themselves. It holds the flags
-    of the block (`walk_ring`), its number, and its owners. next_words: the number of the block
-    after it, if walks report it. part: the index of this CTA's part of a block. pages: for keys and
-    values in pages. share: of the rows of these, if they are copied by several warps. cut: makes
-    the bits of a block that is cut, from the work tile, the number of such blocks before it and the
-    block, and returns the next number; for warps that only copy rows, and load no query. scales_k,
-    scales_v: of rows of pages, (pages, page_size, heads), which others read soon. half: the columns
-    of V of this CTA, None: all.
+    of the block (`walk_ring`), its number, and its owners. part: the index of this CTA's part of a
+    block. pages: for keys and values in pages. share: of the rows of these, if they are copied by
+    several warps. cut: makes the bits of a block that is cut, from the work tile, the number of
+    such blocks before it and the block, and returns the next number; for warps that only copy rows,
+    and load no query. scales_k, scales_v: of rows of pages, (pages, page_size, heads), which others
+    read soon. half: the columns of V of this CTA, None: all. gathers: None, or finds keys that do
+    not follow each other, and the lists of these (`GatheredMask`).
     """
 
     operands: tma.Operands
@@ -128,7 +129,6 @@ class OperandLoads:
     heads_per_kv: Int32
     shape: cutlass.Constexpr[LoadShape]
     words: cute.Tensor | None = None
-    next_words: cute.Tensor | None = None
     part: int | Int32 = 0
     pages: Pages | None = None
     share: CopyShare = CopyShare()
@@ -136,6 +136,7 @@ class OperandLoads:
     scales_k: cute.Tensor | None = None
     scales_v: cute.Tensor | None = None
     half: ValueHalf | None = None
+    gathers: cutlass.Constexpr[Any] = None
 
     @property
     def _first_value_column(self) -> int | Int32:
@@ -151,7 +152,9 @@ class OperandLoads:
         """Values lag one block behind keys, as in their consumers. This also holds across work
         tiles: the next tile's query and first keys are loaded before this tile's last values."""
         tile, chunk = Int32(0), Int32(0)
-        state = LoadState(Int32(0), Int32(-1), HeadKeys(*[Int32(0)] * len(HeadKeys._fields)))
+        state = LoadState(Int32(0), Int32(-1), HeadKeys(*[Int32(0)] * 4))
+        if const_expr(self.gathers is not None):
+            state = state._replace(v_place=state.v_place._replace(gathered=Int32(-1)))
         if const_expr(self.pages is not None):
             state = state._replace(v_pages=PageRow.none(), next_pages=PageRow.none())
             if const_expr(walk.tells_next):
@@ -172,6 +175,7 @@ class OperandLoads:
                 self.lengths.kv_entry(work.batch_idx),
                 work.offset_k,
                 work.seqlen_k,
+                None if self.gathers is None else self.gathers.list_of(work),
             )
             load = partial(self._load_block, place)
             if const_expr(self.pages is not None):
@@ -244,8 +248,6 @@ class OperandLoads:
         if const_expr(self.words is not None and self.cut is None):  # noqa: SIM102 (while tracing)
             if cute.arch.lane_idx() == 0:
                 self.words[channel.index(number)] = word
-                if const_expr(self.next_words is not None):
-                    self.next_words[channel.index(number)] = block.next_index
         return channel
 
     # -- pages ----------------------------------------------------------------------------------
@@ -261,6 +263,8 @@ class OperandLoads:
             awaited, following = state.next_block, block.next_index
             state = state._replace(next_block=following)
         is_next = (block.index == awaited) & (place.batch_idx == state.v_place.batch_idx)
+        if const_expr(self.gathers is not None):
+            is_next = is_next & (place.gathered == state.v_place.gathered)
         if is_next == Boolean(False):
             pages = self._look_up(place, block.index)
             if const_expr(not self._settles_late):
@@ -388,9 +392,11 @@ class OperandLoads:
         stage, barrier = channel.index(number), channel.barrier(number)
         cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier, **more or {})
 
-    def _key(self, place: HeadKeys, block: Int32, box: Int32) -> Int32:
-        """The first key of a box of a block; after the sequence's end, its last key."""
-        key = block * self.shape.tile_n + box * self.shape.page_box
+    def _key(self, place: HeadKeys, block: Int32, row: Int32) -> Int32:
+        """The key at a row of a block, or behind it; after the sequence's end, its last key."""
+        key = block * self.shape.tile_n + row
+        if self.gathers is not None:
+            key = self.gathers.key(place.gathered, key)
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
     def _look_up(self, place: HeadKeys, block: Int32) -> PageRow | BlockRows:
@@ -401,10 +407,11 @@ class OperandLoads:
         clamps would take longer than the load.
         """
         if self._by_rows:
-            return self._copies.look_up(place.batch_idx, cutlass.max(block, 0), place.length)
+            of_block = place.batch_idx, cutlass.max(block, 0), place.length
+            return self._copies.look_up(*of_block, partial(self._key, place))
         last = self.shape.tile_n // self.shape.page_box - 1
         box = cutlass.min(cute.arch.lane_idx(), last)
-        key = self._key(place, cutlass.max(block, 0), box)
+        key = self._key(place, cutlass.max(block, 0), box * self.shape.page_box)
         return self.pages.place(self.pages.entry(place.batch_idx, key), key, place.length)
 
     def _ask_for_scales(

@@ -41,9 +41,11 @@ def why_no_boxes(tile_n: int, page_box: int) -> str | None:
 class Pages(NamedTuple):
     """table (batch, max_pages) int32; page_size: rows of a page; num_pages: of the pool. k, v: the
     pools (num_pages, page_size, heads, d), if rows are copied one by one. batch_idx (batch,): rows
-    of the table, which are then not the sequences. leftpad (batch,): rows before the first key."""
+    of the table, which are then not the sequences. leftpad (batch,): rows before the first key.
 
-    table: cute.Tensor
+    Without a table a page has all rows of a batch entry, or of all packed sequences."""
+
+    table: cute.Tensor | None
     page_size: Int32
     num_pages: Int32
     k: cute.Tensor | None = None
@@ -72,6 +74,20 @@ class Pages(NamedTuple):
             raise ValueError(f"mLeftpadK must come with page_box 1, got {page_box}")
         return Pages(table, Int32(k.shape[1]), Int32(k.shape[0]), *pools, batch_idx, leftpad)
 
+    @staticmethod
+    def of_entries(
+        k: cute.Tensor, v: cute.Tensor, page_box: int, starts: cute.Tensor | None
+    ) -> "Pages":
+        """The rows of dense keys, or of packed sequences with these starts, as pages."""
+        if starts is not None:
+            k, v = (
+                cute.make_tensor(x.iterator, cute.make_layout((1, *x.shape), stride=(0, *x.stride)))
+                for x in (k, v)
+            )
+        extents = Int32(k.shape[1]), Int32(k.shape[0])
+        pools = (None, None) if page_box % LEAST_BOX == 0 else (k, v)
+        return Pages(None, *extents, *pools, leftpad=starts)
+
     @property
     def capacity(self) -> Int32:
         """The most keys of a sequence."""
@@ -85,6 +101,8 @@ class Pages(NamedTuple):
 
     def entry(self, batch_idx: Int32, row: Int32) -> Int32:
         """What the table has for a row of a sequence with at least one key."""
+        if self.table is None:
+            return batch_idx
         if self.batch_idx is not None:
             last = self.table.shape[0] - 1
             batch_idx = cutlass.max(cutlass.min(self.batch_idx[batch_idx], last), 0)
@@ -101,5 +119,7 @@ class Pages(NamedTuple):
         return PageRow(page, key - first, in_use)
 
     def _column(self, key: Int32) -> Int32:
+        if self.table is None:
+            return Int32(0)
         # unsigned, which takes half as many instructions
         return Int32(Uint32(key) // Uint32(self.page_size))

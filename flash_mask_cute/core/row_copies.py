@@ -9,8 +9,9 @@ become zeros, as TMA makes them, for a product with NaN that is left there would
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +21,8 @@ from cutlass.cute.nvgpu import cpasync
 from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.warp_scan import WARP
 
+# the key at a row of a block, or behind it
+KeyOf: TypeAlias = Callable[[Int32, Int32], Int32]
 # of a copy
 VECTOR_BYTES = 16
 # Lanes that copy a row, at most: 128 bytes side by side. With fewer lanes a copy of the warp takes
@@ -80,12 +83,11 @@ class RowCopies:
         zeros = tuple(Int32(0) for _ in range(self.num_groups))
         return BlockRows(zeros, zeros)
 
-    def look_up(self, batch_idx: Int32, block: Int32, seqlen_k: Int32) -> BlockRows:
+    def look_up(self, batch_idx: Int32, block: Int32, seqlen_k: Int32, key_of: KeyOf) -> BlockRows:
         """Places of the rows of a sequence's block, with unsettled page numbers (`settled`)."""
         pages, rows = [], []
         for group in range(self.num_groups):
-            key = block * self.tile_n + self._row(group * WARP + cute.arch.lane_idx())
-            key = cutlass.max(cutlass.min(key, seqlen_k - 1), 0)
+            key = key_of(block, self._row(group * WARP + cute.arch.lane_idx()))
             row = self.pages.row(batch_idx, key)
             page = self.pages.entry(batch_idx, row)
             pages.append(page)

@@ -1,4 +1,4 @@
-"""The selection of each query, and of all queries of a tile, as bits of key blocks."""
+"""The selection of each query, and of all queries of a tile, as bits and lists of key blocks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "selected_bits"
 WORD = 32
+# a list of blocks of 4 keys has room for whole tiles of keys
+LENGTH_STEP = 32
 
 
 class QueryTiles(NamedTuple):
@@ -29,6 +31,11 @@ class QueryTiles(NamedTuple):
         if num_sequences is None:
             return -(-rows * self.pack // self.tile_m)
         return rows * self.pack // self.tile_m + num_sequences
+
+    def list_length(self, k: int, num_blocks: int, seqlen_q: int) -> int:
+        """Room for the blocks of a tile, whose queries chose k each. seqlen_q: of any sequence."""
+        queries = min(-(-self.tile_m // self.pack), seqlen_q)
+        return -(-max(min(queries * k, num_blocks), 1) // LENGTH_STEP) * LENGTH_STEP
 
 
 class SelectionBits(NamedTuple):
@@ -113,26 +120,63 @@ def _fill_by_torch(
     by_entry: Tensor, made: SelectionBits, tiles: QueryTiles, cu_seqlens_q: Tensor | None
 ) -> None:
     """Fill the bits on the CPU."""
-    bits = made.rows.zero_()
-    one = torch.ones((), dtype=torch.int32, device=bits.device)
-    for entries in by_entry.unbind(-1):
-        word = entries // WORD
-        exists = (entries >= 0) & (word < bits.shape[-1])
-        place = torch.where(exists, word, 0).long()[..., None]
-        bit = torch.where(exists, one << (entries % WORD).int(), 0)[..., None]
-        bits.scatter_(-1, place, bits.gather(-1, place) | bit)
+    numbers = torch.arange(made.rows.shape[-1] * WORD, device=by_entry.device)
+    chosen = (by_entry[..., None] == numbers).any(-2)
+    made.rows.copy_(_words_of(chosen))
     made.of_any.zero_(), made.of_every.zero_()
-    starts = [0, bits.shape[2]] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    starts = [0, by_entry.shape[2]] if cu_seqlens_q is None else cu_seqlens_q.tolist()
     tile_m, pack = tiles
     for b, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         number = tiles.number(end - start, None)
         base = 0 if cu_seqlens_q is None else start * pack // tile_m + b
         for tile in range(number):
             first, stop = tile * tile_m // pack, -(-(tile + 1) * tile_m // pack)
-            of_tile = bits[:, :, start + first : min(start + stop, end)].unbind(2)
-            any_word, every_word = of_tile[0].clone(), of_tile[0].clone()
-            for of_row in of_tile[1:]:
-                any_word |= of_row
-                every_word &= of_row
-            made.of_any[:, :, base + tile] = any_word
-            made.of_every[:, :, base + tile] = every_word
+            of_tile = chosen[:, :, start + first : min(start + stop, end)]
+            made.of_any[:, :, base + tile] = _words_of(of_tile.any(2))
+            made.of_every[:, :, base + tile] = _words_of(of_tile.all(2))
+
+
+def _words_of(chosen: Tensor) -> Tensor:
+    weights = 1 << torch.arange(WORD, device=chosen.device)
+    return (chosen.unflatten(-1, (-1, WORD)) * weights).sum(-1).to(torch.int32)
+
+
+class UnionLists(NamedTuple):
+    """The blocks that any query of a tile chose, ascending.
+
+    numbers: int32 (lines, length), a line for each of `counts`. Behind the end of a list, up to the
+    next multiple of LENGTH_STEP, is its last number, or 0, inverted. counts: int32 (batch | 1,
+    heads, tiles), how many blocks a tile has.
+    """
+
+    numbers: Tensor
+    counts: Tensor
+
+
+def union_lists(of_any: Tensor, length: int) -> UnionLists:
+    """The lists of `SelectionBits.of_any`, by one launch on the current stream of a GPU. length:
+    `QueryTiles.list_length`."""
+    counts = of_any.new_empty(of_any.shape[:3])
+    lists = UnionLists(of_any.new_empty((counts.numel(), length)), counts)
+    if of_any.is_cuda and of_any.numel():
+        compile_union_lists(Target.from_device(of_any.device).arch).function(of_any, *lists)
+    elif not of_any.is_cuda:
+        bits = torch.arange(WORD, dtype=torch.int32, device=of_any.device)
+        for i, words in enumerate(of_any.flatten(0, 2)):
+            blocks = ((words[:, None] >> bits) & 1).flatten().nonzero().flatten()
+            lists.numbers[i] = ~int(blocks[-1]) if len(blocks) else -1
+            lists.numbers[i, : len(blocks)] = blocks
+            counts.view(-1)[i] = len(blocks)
+    return lists
+
+
+def compile_union_lists(arch: str, cache: CompileCache = CACHE) -> Compiled:
+    """The compiled kernel. `function` takes the bits, and the tensors of `UnionLists`."""
+    return by_names("union_lists", {}, _build_lists, arch, cache)
+
+
+def _build_lists(arch: str) -> Compiled:
+    from flash_mask_cute.mask_prep.selected_bits_kernel import UnionLists as Kernel
+
+    arguments = [*(fake_tensors.strided(rank) for rank in (4, 2, 3)), fake_tensors.stream()]
+    return compile_object(Kernel(), arguments, options_for(arch))

@@ -1,15 +1,18 @@
-"""Bits of key blocks: whether a query chose a block, and whether a query of a tile did, or all.
+"""Bits of key blocks: whether a query chose a block, and whether a query of a tile did, or all; and
+lists of the blocks of tiles.
 
-A warp has the queries of a tile, and a word of 32 neighbouring blocks for each lane. Its lanes read
-the entries of a few queries at a time and set bits in shared memory, so neither the order of
-entries nor repetitions matter, and the result is the same in every run.
+A warp that makes bits has the queries of a tile, and a word of 32 neighbouring blocks for each
+lane. Its lanes read the entries of a few queries at a time and set bits in shared memory, so
+neither the order of entries nor repetitions matter, and the result is the same in every run.
 """
+
+import operator
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.core.warp_scan import WARP, running
 
 NUM_THREADS = 128
 NUM_WARPS = NUM_THREADS // WARP
@@ -158,3 +161,60 @@ class SelectedBits:
         first = start + tile * tile_m // pack
         end = start + ((tile + 1) * tile_m + pack - 1) // pack
         return first, cutlass.min(end, stop)
+
+
+class UnionLists:
+    """Lists the blocks that any query of a tile chose; to be passed to `cute.compile`.
+
+    A warp has a tile, and a word of blocks for each lane. How many blocks the words before it have
+    says where a lane writes its own.
+    """
+
+    @cute.jit
+    def __call__(self, mAny: cute.Tensor, mNumbers: cute.Tensor, mCounts: cute.Tensor, stream):
+        """Launch on `stream`.
+
+        :param mAny: int32 (batch, heads, tiles, words)
+        :param mNumbers: int32 (batch * heads * tiles, length), `UnionLists.numbers`
+        :param mCounts: int32 (batch, heads, tiles)
+        """
+        self.kernel(mAny, mNumbers, mCounts).launch(
+            grid=(cute.ceil_div(mNumbers.shape[0], NUM_WARPS), 1, 1),
+            block=(NUM_THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, mAny: cute.Tensor, mNumbers: cute.Tensor, mCounts: cute.Tensor):
+        cta, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        lane, (_, heads, tiles) = thread % WARP, mCounts.shape
+        line = cta * NUM_WARPS + cute.arch.make_warp_uniform(thread // WARP)
+        if line < mNumbers.shape[0]:
+            batch_idx = line // (heads * tiles)
+            head = line // tiles - batch_idx * heads
+            place, row = (batch_idx, head, line % tiles), mNumbers[line, None]
+            count, last = self._list_blocks(mAny[(*place, None)], row)
+            if count + lane < row.shape[0]:
+                row[count + lane] = last ^ -1
+            if lane == 0:
+                mCounts[place] = count
+
+    @cute.jit
+    def _list_blocks(self, mWords: cute.Tensor, mBlocks: cute.Tensor) -> tuple[Int32, Int32]:
+        """Write the blocks of a tile. Returns how many there are, and the last one, or 0."""
+        lane, words = cute.arch.lane_idx(), mWords.shape[0]
+        count, last = Int32(0), Int32(0)
+        for first in cutlass.range(0, words, WARP, unroll=1):
+            bits = Int32(0)
+            if first + lane < words:
+                bits = mWords[first + lane]
+            ends = running(cute.arch.popc(bits), operator.add)
+            rank = count + ends - cute.arch.popc(bits)
+            while bits != 0:
+                last = (first + lane) * WORD + cute.arch.popc((bits & -bits) - 1)
+                mBlocks[rank] = last
+                rank += 1
+                bits = bits & (bits - 1)
+            count += cute.arch.shuffle_sync(ends, WARP - 1)
+        return count, Int32(cute.arch.warp_redux_sync(last, "max"))

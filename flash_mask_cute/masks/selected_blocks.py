@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_mask_cute.runtime.checks import brief, check_device, check_tensor
 
 _NAME = "block_sparse_tensors"
-_SIZES = tuple(16 << i for i in range(9))
+_SIZES = tuple(4 << i for i in range(11))
 _DTYPES = torch.int32, torch.int64
 
 
@@ -25,7 +25,7 @@ class SelectedBlocks(NamedTuple):
 
     indices: int32 or int64 (batch or 1, heads, seqlen_q, k), or (heads, total_q, k) beside
     cu_seqlens_q; heads is 1, heads_kv or heads_q, and strides are any. Numbers count blocks of
-    `block_size` keys, a power of two from 16 to 4096, from the start of the sequence's keys. They
+    `block_size` keys, a power of two from 4 to 4096, from the start of the sequence's keys. They
     may have any order, and repeated ones count once. A negative number stands for nothing, and so
     does one past the end of its own sequence. A query without a block sees nothing.
 

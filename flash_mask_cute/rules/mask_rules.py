@@ -62,8 +62,8 @@ class BitArgs(NamedTuple):
     (batch | 1, heads, tiles, words), as `SelectionBits` numbers tiles. most_tiles: key tiles that a
     tile of the walk may have chosen. Without of_any and of_every there is one query, `visible` are
     its entries (batch | 1, heads, 1, k), int32 or int64, and blocks consist of whole tiles of keys.
-    heads_per_selection: consecutive heads of walks that share a head
-    of the selection.
+    heads_per_selection: consecutive heads of walks that share a head of the selection. numbers,
+    counts: `UnionLists`, in place of of_any and of_every where keys of small blocks are gathered.
     """
 
     visible: cute.Tensor
@@ -73,6 +73,8 @@ class BitArgs(NamedTuple):
     of_any: cute.Tensor | None = None
     of_every: cute.Tensor | None = None
     most_tiles: Int32 | None = None
+    numbers: cute.Tensor | None = None
+    counts: cute.Tensor | None = None
     heads_per_selection: Int32 | None = None
 
     @property
@@ -81,7 +83,7 @@ class BitArgs(NamedTuple):
 
     @property
     def are_entries(self) -> bool:
-        return self.is_selection and self.of_any is None
+        return self.is_selection and self.of_any is self.counts is None
 
 
 class MaskBitsArgs(NamedTuple):
@@ -216,11 +218,6 @@ class MaskArgs(NamedTuple):
         left, right, causal_per_seq = window
         return MaskArgs(left, right, columns, lists, bits, aux_tensors, mask_bits, causal_per_seq)
 
-    @property
-    def has_selection(self) -> bool:
-        """Whether each query chose its key blocks."""
-        return self.bits is not None and self.bits.is_selection
-
     def may_shorten(self, kernel: "MaskedKernel") -> bool:
         """Whether intervals, lists or a callable may shorten walks a lot."""
         shorteners = (self.columns, self.bits, self.mask_bits, kernel.mask_mod)
@@ -303,7 +300,7 @@ class MaskRules:
     @property
     def has_selection(self) -> bool:
         """Whether each query chose its key blocks."""
-        return self.args.has_selection
+        return self.args.bits is not None and self.args.bits.is_selection
 
     @property
     def _may_need_mask_mod(self) -> bool:
@@ -530,7 +527,9 @@ class MaskRules:
         if self.queries_are_packed:
             rows = work.offset_q * info.qhead_per_kvhead_packgqa
             tile = m_block + rows // info.tile_m + work.batch_idx
-        return cutlass.min(tile, cute.size(self.args.bits.of_any, mode=[2]) - 1)
+        bits = self.args.bits
+        of_tiles = bits.of_any if bits.counts is None else bits.counts
+        return cutlass.min(tile, cute.size(of_tiles, mode=[2]) - 1)
 
     def selection_place(
         self, tensor: cute.Tensor, work: Work, head_idx: Int32, line: Int32, k_block: Int32

@@ -142,7 +142,10 @@ def cut(
     """
     begin, end = rules.key_blocks(work)
     is_cut = (first > 0) | (stop < num_places)
-    if is_cut:
+    if const_expr(rules.args.bits.counts is not None):
+        total = rules.num_tiles(work)
+        begin, end = (_share_of(total, place, num_places) for place in (first, stop))
+    elif is_cut:
         total, word = _count_blocks(rules, work, begin, end)
         ranks = _share_of(total, first, num_places), _share_of(total, stop, num_places)
         low, high = _tiles_at(rules, work, (begin, end), ranks, word)

@@ -156,14 +156,16 @@ def block_bits(are_there: bool) -> tuple[Any, ...] | None:
     return (strided(4), strided(4), *int32_pair()) if are_there else None
 
 
-def selection_bits(entries: str | None) -> tuple[Any, ...]:
+def selection_bits(entries: str | None, gathers: bool = False) -> tuple[Any, ...]:
     """The same of a choice, which has no full blocks, the bits of tiles of queries, and how many
     key tiles such a tile may have chosen. entries: their dtype, if they are given in place of
-    bits."""
+    bits. gathers: lists of blocks are given in place of bits of tiles."""
     import cutlass
 
-    of_tiles = (strided(4), strided(4)) if entries is None else (None, None)
-    return strided(4, entries or "int32"), None, *int32_pair(), *of_tiles, cutlass.Int32(1)
+    of_tiles = (None, None) if entries or gathers else (strided(4), strided(4))
+    lists = (strided(2), strided(3)) if gathers else ()
+    of_rows = strided(4, entries or "int32"), None, *int32_pair()
+    return *of_rows, *of_tiles, cutlass.Int32(1), *lists
 
 
 def query_lists() -> tuple[Any, ...]:

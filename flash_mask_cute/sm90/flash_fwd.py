@@ -60,6 +60,7 @@ from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
 from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     check_can_run,
+    clear,
     scheduler_rings,
     swizzled,
 )
@@ -78,6 +79,7 @@ from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
+from flash_mask_cute.rules.gathered_mask import GatheredMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import (
     MaskArgs,
@@ -112,8 +114,6 @@ from flash_mask_cute.sm90.warpgroups import (
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md#tiles-and-order).
 L2_SHARE = 24 * 1024 * 1024
-# 32-bit words of a vector of 16 bytes
-WORDS_OF_VECTOR = 4
 # keys of the largest TMA box of pages in fp8 for which several warps load
 MAX_BOX_OF_SEVERAL_WARPS = 32
 
@@ -155,6 +155,8 @@ class FlashAttentionForwardSm90:
     :param shares_mask: mask_mod is the same for heads that share a tile
     :param cached_bias_bits: bits that score_mod reads for a score in rows of keys, if batch entries
         share these and lengths; a CTA then keeps the rows for many entries
+    :param gathers: keys of a block of a selection, a multiple of 4, if keys of a tile are gathered
+        (`rules/gathered_mask.py`), page_box of them at a time; 0: they lie side by side
     :raises NotImplementedError: for an option that only other kernels have
     :raises ValueError: for a shape or configuration that cannot run
     """
@@ -190,6 +192,7 @@ class FlashAttentionForwardSm90:
     lists_per_warpgroup: bool = False
     shares_mask: bool = False
     cached_bias_bits: int = 0
+    gathers: int = 0
 
     traits_type, destination_of = FwdTraits, staticmethod(destination_of)
     # warps that load queries
@@ -306,8 +309,11 @@ class FlashAttentionForwardSm90:
         traits, of_sequences = self.traits, (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK)
         self.loading_warps = self._num_loading_warps()
         lengths = Lengths.create(mQ, mK, *of_sequences, mQStart, self.shared_kv)
-        pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
-        if const_expr(pages is not None):
+        if const_expr(self.gathers and mPageTable is None):
+            pages = Pages.of_entries(mK, mV, traits.page_box, mCuSeqlensK)
+        else:
+            pages = Pages.create(mPageTable, mK, mV, traits.page_box, mKvBatchIdx, mLeftpadK)
+        if const_expr(mPageTable is not None):
             lengths = lengths._replace(seqlen_k=pages.capacity)
         operands = tma.Operands.of_forward(traits, mQ, mK, mV, mO, lengths)
         mask_bits = blocks = group_bytes = None
@@ -362,6 +368,7 @@ class FlashAttentionForwardSm90:
         box = traits.page_box or traits.tile_n
         in_boxes = traits.in_fp8 and box <= MAX_BOX_OF_SEVERAL_WARPS
         shared = (traits.copies_rows or in_boxes) and few_partial and traits.tile_m <= DECODE_ROWS
+        shared = shared or (self.gathers > 0 and traits.copies_rows)
         return 1 + traits.num_mask_warps if shared else 1
 
     @cute.kernel
@@ -399,8 +406,9 @@ class FlashAttentionForwardSm90:
             storage, (loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
             ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
             chunk_fields=traits.chunk_fields,
-            tells_next=masks.has_selection and (pages is not None or traits.in_fp8),
         )  # fmt: skip
+        if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
+            walk = replace(walk, tells_next=True)
         channels = Channels(
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loaders, mma_warps),
             k=traits.channel_k(storage, loads_kv),
@@ -414,12 +422,12 @@ class FlashAttentionForwardSm90:
         codes = None
         if const_expr(traits.in_fp8):
             storage_of_codes = allocator.allocate(traits.code_storage())
-            codes = Codes.create(traits, storage_of_codes, loads, walk.tells_next)
+            codes = Codes.create(traits, storage_of_codes, loads)
         cached_bias = None
         if const_expr(traits.cached_bias_blocks > 0):
             cached_bias = CachedBiasRows.create(traits, allocator.allocate(traits.bias_storage()))
         if const_expr(traits.few_rows):
-            self._clear_queries(storage)
+            clear(swizzled(storage.q, traits.layout_q()), traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
         sync_ctas(traits)
@@ -436,9 +444,9 @@ class FlashAttentionForwardSm90:
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
             loader = OperandLoads(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
-                schedule.heads_per_kv, traits, loaded.words, loaded.next_words, pages=pages,
+                schedule.heads_per_kv, traits, loaded.words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
-                half=half,
+                half=half, gathers=self._rules(masks, lengths) if self.gathers else None,
             )  # fmt: skip
             if warp_idx == Role.LOAD:
                 loader.stream(channels.ring, channels.walk)
@@ -495,23 +503,6 @@ class FlashAttentionForwardSm90:
         is_split = self.split not in (None, ONE_FIXED_SPLIT)
         return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
 
-    @cute.jit
-    def _clear_queries(self, storage: Any) -> None:
-        """Write zeros to the rows of query tiles, because nobody loads some of them."""
-        traits = self.traits
-        rows = swizzled(storage.q, traits.layout_q())
-        words = cute.make_tensor(
-            cute.recast_ptr(rows.iterator, dtype=Int32),
-            cute.make_layout(traits.stages_q * traits.tile_m * traits.tile_d // 2),
-        )
-        zeros = cute.make_rmem_tensor((WORDS_OF_VECTOR,), Int32)
-        zeros.fill(0)
-        vectors = cute.size(words) // WORDS_OF_VECTOR
-        for i in range(cute.arch.thread_idx()[0], vectors, traits.num_threads):
-            cute.autovec_copy(zeros, cute.local_tile(words, (WORDS_OF_VECTOR,), (i,)))
-        # products and TMA use another proxy
-        cute.arch.fence_proxy("async.shared", space="cta")
-
     def load_and_mask(
         self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
         lengths: Lengths, masks: MaskArgs, partials: Any,
@@ -545,6 +536,9 @@ class FlashAttentionForwardSm90:
         )
 
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
+        if self.gathers:
+            of_kernel = self, wgmma.COLUMNS, masks, lengths
+            return GatheredMask.from_kernel(*of_kernel, block_k=self.gathers)
         # in full blocks, a score_mod gets rows without a test whether they exist
         own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.lists_per_warpgroup else None
         return ForwardMask.from_kernel(

@@ -571,7 +571,6 @@ class FwdTraits(PackedHeads):
             k_barriers: barriers(stages_k)
             v_barriers: barriers(stages_v)
             words: cute.struct.MemRange[Int32, stages_k]
-            next_words: cute.struct.MemRange[Int32, stages_k]
 
         return CodeStorage
 

@@ -43,21 +43,18 @@ SCALE_BLOCKS_AHEAD = 3
 
 class Codes(NamedTuple):
     """What the load warp fills: keys (keys, d, stages) and values (d_v, keys, stages) with their
-    channels, and a word for each stage of keys. next_words: `OperandLoads.next_words`."""
+    channels, and a word for each stage of keys."""
 
     k: Buffer
     v: Buffer
     words: cute.Tensor
-    next_words: cute.Tensor | None = None
 
     @staticmethod
-    def create(traits: FwdTraits, storage: Any, loads: int, tells_next: bool) -> "Codes":
-        """storage: that of the traits' codes. loads: arrivals that fill a stage. tells_next: of the
-        walk (`walk_ring`)."""
+    def create(traits: FwdTraits, storage: Any, loads: int) -> "Codes":
+        """storage: that of the traits' codes. loads: arrivals that fill a stage."""
         stages_k, stages_v = traits.code_stages
         # whoever converts values reads the words of the keys
         readers_k, readers_v = traits.num_conversion_warps, WARPS_PER_WARPGROUP
-        of_stages = cute.make_layout(stages_k)
         return Codes(
             Buffer(
                 storage.k.get_tensor(traits.layout_codes_k()),
@@ -67,8 +64,7 @@ class Codes(NamedTuple):
                 storage.v.get_tensor(traits.layout_codes_v()),
                 Channel.create(storage.v_barriers.data_ptr(), stages_v, loads, readers_v),
             ),
-            storage.words.get_tensor(of_stages),
-            storage.next_words.get_tensor(of_stages) if tells_next else None,
+            storage.words.get_tensor(cute.make_layout(stages_k)),
         )
 
 
@@ -146,12 +142,8 @@ class Conversion:
             if scales.block != block:
                 scales = self._look_up(place, block, self._entry(place, block))
             # they are on their way while this block is converted
-            next_block, next_entry = block - 1, scales.next_entry
-            if const_expr(codes.next_words is not None):
-                next_block = codes.next_words[codes.k.channel.index(number)]
-                next_entry = self._entry(place, next_block)
-            following = self._look_up(place, next_block, next_entry)
-            if const_expr(self.pages is None and codes.next_words is None):
+            following = self._look_up(place, block - 1, scales.next_entry)
+            if const_expr(self.pages is None):
                 self._prefetch_scale(place, block - SCALE_BLOCKS_AHEAD)
         if const_expr(not self.of_keys):
             # of the keys, whoever converts values wants their word alone, which all lanes have

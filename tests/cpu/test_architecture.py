@@ -179,7 +179,7 @@ DEVICE = (
     "mods.score_elements",
     *("mods.difference_reads", "mods.difference_sums", "mods.difference_tables_kernel"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
-    "rules.token_mask",
+    *("rules.token_mask", "rules.gathered_mask"),
     *("rules.mask_warps", "rules.stream_k_walks", "rules.selection_walk"),
     "lowering.device_ops",
     "integrations.transformers.table_mods",

@@ -56,7 +56,7 @@ def results_of(function: Any, drawn: Drawn) -> list[Tensor]:
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_draws(seed: int) -> None:
     kind = seed % KINDS
-    drawn = draw(seed, HEAD_DIMS[kind % len(HEAD_DIMS)], (16, 32, 64, 128), 600, kind)
+    drawn = draw(seed, HEAD_DIMS[kind % len(HEAD_DIMS)], (4, 8, 16, 32, 64, 128), 600, kind)
     in_bf16 = on_gpu(drawn, torch.bfloat16)
     exact = [x.double() for x in in_bf16[:3]]
     wanted = results_of(
@@ -257,29 +257,31 @@ def test_numbers_that_do_not_exist() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_decoding_over_pages(page_size: int, queries: int) -> None:
+@pytest.mark.parametrize(("page_size", "block"), [(16, 128), (128, 128), (16, 4), (64, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_decoding_over_pages(page_size: int, block: int, queries: int, dtype: torch.dtype) -> None:
     gen = torch.Generator().manual_seed(page_size)
     batch, n = 3, 2048
     pages = n // page_size
     table = torch.randperm(batch * pages, generator=gen).view(batch, pages)
-    k, v = (torch.randn(batch, n, 4, 128, generator=gen).bfloat16() for _ in range(2))
+    k, v = (torch.randn(batch, n, 4, 128, generator=gen).to(dtype) for _ in range(2))
     used = torch.tensor([2048, 700, 5], dtype=torch.int32)
     pools = []
     for x in (k, v):
         pool = torch.empty(batch * pages, page_size, 4, 128, dtype=torch.bfloat16)
-        pool[table] = x.unflatten(1, (pages, page_size))
-        pools.append(pool.cuda())
+        pool[table] = x.bfloat16().unflatten(1, (pages, page_size))
+        pools.append(pool.cuda().to(dtype))
     q = torch.randn(batch, queries, 64, 128, generator=gen).bfloat16()
-    selection = torch.randint(-1, 17, (batch, 4, queries, 6), generator=gen).int()
+    shape = batch, 4, queries, 768 // block
+    selection = torch.randint(-1, n // block + 1, shape, generator=gen).int()
     given: dict[str, Any] = {"causal": True}
     in_pages = {
         "cache_seqlens": used.cuda(),
         "page_table": table.int().cuda(),
-        "block_sparse_tensors": SelectedBlocks(selection.cuda(), 128),
+        "block_sparse_tensors": SelectedBlocks(selection.cuda(), block),
     }
     out = flash_attn_with_kvcache(q.cuda(), *pools, **given, **in_pages)
-    in_rows = {"cache_seqlens": used, "block_sparse_tensors": SelectedBlocks(selection, 128)}
+    in_rows = {"cache_seqlens": used, "block_sparse_tensors": SelectedBlocks(selection, block)}
     wanted = flash_attn_with_kvcache(*(x.double() for x in (q, k, v)), **given, **in_rows)
     assert (out.cpu().double() - wanted).abs().amax() < 2e-2
 

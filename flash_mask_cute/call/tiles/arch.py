@@ -50,7 +50,7 @@ class ForwardKernel(AttentionKernel):
     decodes_whole: tiles of decoding are also for one pass over keys in rows.
     has_lists_per_warpgroup: warpgroups may have block lists of their own. caches_bias: rows of
     tables may stay in shared memory. most_head_dim: of heads. decode_costs: by which decoding is
-    split; None: not measured."""
+    split; None: not measured. gathers_keys: those of small selected blocks may lie side by side."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -63,6 +63,7 @@ class ForwardKernel(AttentionKernel):
     caches_bias: bool = False
     most_head_dim: int = MAX_HEAD_DIM
     decode_costs: DecodeCosts | None = None
+    gathers_keys: bool = False
 
 
 class EntryKernels(NamedTuple):
@@ -201,6 +202,7 @@ SM90 = ArchSpec(
         caches_bias=True,
         most_head_dim=MAX_WIDE_HEAD_DIM,
         decode_costs=HOPPER_COSTS,
+        gathers_keys=True,
     ),
     SM90_BACKWARD,
     _device_code("sm90.wgmma:COLUMNS"),

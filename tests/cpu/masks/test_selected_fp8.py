@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_mask_cute import SelectedBlocks, flash_attn_varlen_func, flash_attn_with_kvcache
 
 DRAWS, PARTS = 200, 4
-SIZES = (16, 32, 64)
+SIZES = (4, 8, 16, 32, 64)
 SCALES = ("none", "head", "expanded", "token")
 
 

@@ -65,6 +65,8 @@ FORWARD = """
   48x320x320x4/4x96 | 48x320x320x4/4x64 pair
 48x320x320x4/4x32 pair-fp32 | pair-uint8 | pair-bool | pair-int64 | pair-keys - | softcap | causal
   | left | used-k | start-5 | stages
+16x320x320x12/12x32 | 15x320x320x12/12x32 | 44x320x320x4/4x32 | 43x320x320x4/4x32 pair
+384x64x64x4/4x64 | 384x65x64x4/4x64 pair
 # bits of a mask_mod
 1x200x200x3/3x128 | 1x200x200x4/4x128 | 1x100x200x8/2x128 | 1x384x384x4/4x64 | 3x300x200x4/4x128
   mask-mod | ids | mask-mod-by-head - | used-k | packed-k | packed | lists | minus | lists-384x384
@@ -100,6 +102,7 @@ BACKWARD = """
 16x300x300x4/4x32 | 16x300x300x4/4x64 | 16x300x300x4/4x128 | 15x300x300x4/4x32 distances | axes |
   window-table
 2x2048x2048x4/4x64 | 2x4096x4096x16/16x64 | 1x4096x4096x16/16x64 pair - | no-daux | softcap
+2x2048x4096x2/2x64 | 2x2048x4095x2/2x64 | 2x2048x4104x2/2x64 pair
 # groups of heads that CTAs share
 1x4096x4096x8/1x128 | 1x8192x8192x8/1x128 | 1x16384x16384x8/1x128 | 1x8192x8192x28/4x128 |
   1x4096x4096x32/8x128 | 2x8192x8192x32/8x128 | 64x4096x4096x8/1x128 | 1x8192x8192x8/1x136 |
@@ -114,6 +117,7 @@ BACKWARD = """
 1x1024x1024x4/4x128 | 1x1024x1024x4/4x256 left-511 | left-512 - | in-order | causal
 1x1024x1024x4/4x128 | 1x1024x1024x4/4x64 | 1x1024x1024x4/4x192/128 ctas-2 | ctas-1 - | softcap |
   minus | left
+1x300x300x4/4x64 | 1x300x300x4/4x128 left-0 | left-1 - | causal
 # block lists
 1x300x400x4/4x80 | 1x300x400x4/4x128 lists-64x64 | lists-128x192 | lists-64x128 | lists-96x64 |
   lists-128x64 | lists-32x64 - | in-order | softcap | minus | mask-mod

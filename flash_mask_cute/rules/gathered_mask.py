@@ -1,0 +1,137 @@
+"""Walks over small blocks of keys that the queries of a tile chose, whose keys lie side by side.
+
+A tile of the walk holds the blocks that any query of the work tile chose, one after another, in
+ascending order. The number of a tile counts these tiles, so a walk is as long as what was chosen,
+however small the blocks are. Positions of keys follow from the list of the blocks: masks ask it
+here, and the load warps do when they look up the places of keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from flash_mask_cute.core.walk_ring import Block, Chunk
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.rules import selection_walk
+from flash_mask_cute.rules.bit_tile import WORD
+from flash_mask_cute.rules.forward_mask import ForwardMask
+from flash_mask_cute.rules.mask_rules import MaskWarpRows
+
+# Keys that a lane judges: side by side, and of one block.
+QUAD = 4
+# the columns of a word of bits that repeat from quad to quad
+EVERY_OTHER = 0x55555555
+
+
+@dataclass(frozen=True)
+class GatheredMask(ForwardMask):
+    """`ForwardMask` of a selection of blocks of block_k keys, a multiple of QUAD, without mods and
+    intervals. Each tile of a walk is partial."""
+
+    block_k: cutlass.Constexpr[int] = QUAD
+
+    # -- lists ----------------------------------------------------------------------------------
+
+    def _place(self, work: Work) -> tuple[Int32, ...]:
+        """Of a work tile in `UnionLists.counts`."""
+        tile, of_rows = self.selection_tile(work, work.block), self.args.bits.visible
+        return self.selection_place(of_rows, work, work.head_idx, tile, Int32(0))[:3]
+
+    def list_of(self, work: Work) -> Int32:
+        """The line of a work tile in `UnionLists.numbers`."""
+        batch_idx, head_idx, tile = self._place(work)
+        _, heads, tiles = self.args.bits.counts.shape
+        return (batch_idx * heads + head_idx) * tiles + tile
+
+    def _block_at(self, line: Int32, row: Int32) -> tuple[Boolean, Int32]:
+        """Whether a row of a walk lies before the end of its list, and its block, or the last."""
+        numbers = self.args.bits.numbers
+        number = numbers[line, cutlass.min(row // self.block_k, numbers.shape[1] - 1)]
+        return number >= 0, number ^ (number >> (WORD - 1))
+
+    def key(self, line: Int32, row: Int32) -> Int32:
+        """The key at a row of the walk with this list."""
+        return self._block_at(line, row)[1] * self.block_k + (row & (self.block_k - 1))
+
+    def num_tiles(self, work: Work) -> Int32:
+        """Tiles of the blocks that queries of a work tile chose."""
+        keys = self.args.bits.counts[self._place(work)] * self.block_k
+        return cute.ceil_div(keys, self.block_info.tile_n)
+
+    # -- walks ----------------------------------------------------------------------------------
+
+    @property
+    def _leaps(self) -> bool:
+        return False
+
+    def key_blocks(self, work: Work) -> tuple[Int32, Int32]:
+        """Without the selection, so that all heads of a sequence have as many."""
+        tiles = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
+        return Int32(0), cutlass.min(tiles, self.args.bits.most_tiles)
+
+    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
+        number = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - number * num_heads, place=number)
+        first, end = selection_walk.cut(self, work, number, number + 1, num_splits)
+        return work._replace(first_block=first, end_block=end)
+
+    @cute.jit
+    def _classify(self, work: Work, base: Int32, position: Any) -> tuple[Chunk, Any]:
+        n_block, first, end = base + cute.arch.lane_idx(), Int32(0), self.num_tiles(work)
+        if const_expr(work.first_block is not None):
+            first, end = work.first_block, cutlass.min(end, work.end_block)
+        visible = Int32(cute.arch.vote_ballot_sync((n_block >= first) & (n_block < end)))
+        cuts = Boolean(True), Boolean(False), Int32(0)
+        return Chunk.from_votes(base, work.head_idx, visible, *cuts), position
+
+    # -- scores ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
+        """As `ForwardMask.make_bits`. A lane judges QUAD keys for one query after another; votes
+        are words of its rows."""
+        quad = cutlass.min(cute.arch.lane_idx(), self.block_info.tile_n // QUAD - 1) * QUAD
+        row = block.index * self.block_info.tile_n + quad
+        exists, number = self._block_at(self.list_of(work), row)
+        exists = exists & (block.is_hidden == Boolean(False))
+        keys = exists, number, number * self.block_k + (row & (self.block_k - 1))
+        votes = tuple(Int32(0) for _ in range(warp_rows.num_groups * QUAD))
+        for query in cutlass.range(WORD // self._rows_of_query, unroll=2):
+            votes = self._vote(work, warp_rows, query, keys, votes)
+        words: list[Int32] = []
+        for first in cutlass.range_constexpr(0, len(votes), QUAD):
+            of_group = votes[first : first + QUAD]
+            words += [self._word(w, of_group) for w in range(self.columns.num_words)]
+        return tuple(words)
+
+    def _vote(
+        self, work: Work, warp_rows: MaskWarpRows, query: Int32, keys: tuple, votes: tuple
+    ) -> tuple:
+        """Votes about the keys of each lane by the rows of a query in each group, for these rows.
+        keys: whether a lane has any, their block, and the first one."""
+        exists, number, first_key = keys
+        lane, rows = cute.arch.lane_idx(), self._rows_of_query
+        band, (offset_q, _) = self.block_info.band(self.seqlen_of(work)), self._listed_offsets(work)
+        found: list[Int32] = []
+        for group in range(warp_rows.num_groups):
+            row = warp_rows.line(work, group) - lane + query * rows
+            q_idx = cutlass.min(self._query(row), work.seqlen_q - 1)
+            low, high = band.k_range(q_idx)
+            is_chosen = self.chosen_bit(work, work.head_idx, q_idx + offset_q, number) != 0
+            for key in (first_key + i for i in range(QUAD)):
+                is_seen = exists & is_chosen & (key >= low) & (key < high)
+                vote = Int32(cute.arch.vote_ballot_sync(is_seen))
+                found.append(cutlass.select_(lane // rows == query, vote, votes[len(found)]))
+        return tuple(found)
+
+    def _word(self, w: int, votes: tuple) -> Int32:
+        """A word of bits, of whose columns pairs lie in every other quad. votes: one for each key
+        of all quads."""
+        first, second, third = (self.columns.col_of(w, bit) for bit in range(3))
+        assert second == first + 1 and third == first + 2 * QUAD, "columns of other tiles"
+        quad, key = divmod(first, QUAD)
+        even, odd = ((votes[key + i] >> quad) & EVERY_OTHER for i in range(2))
+        return even | (odd << 1)
