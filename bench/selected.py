@@ -307,7 +307,7 @@ def of_caches(case: Case, run: Run) -> Iterator[Json]:
     if case.queries < case.block:
         selection = torch.where(selection == selection.amax(-1, keepdim=True), own, selection)
     one = torch.ones(case.batch, heads_kv, device=run.device)
-    scales = {"k_descale": one, "v_descale": one} if case.fp8 else {}
+    scales: dict[str, Any] = {"k_descale": one, "v_descale": one} if case.fp8 else {}
     call = functools.partial(
         flash_attn_with_kvcache, q, cache_seqlens=lengths, page_table=table, causal=True,
         block_sparse_tensors=SelectedBlocks(selection, case.block), **scales,

@@ -7,6 +7,7 @@ these. A trace takes it as one node, since Dynamo would trace the forward withou
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ _library.define(
 @assume_constant_result
 def _transforms() -> tuple[str, ...]:
     """The transforms of torch.func around a call at a dual level, from the outermost inwards."""
+    if "torch._dynamo" in sys.modules:
+        # before a trace meets it, and not at import, which would take seconds
+        torch.compiler.allow_in_graph(_attention)
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return tuple(x.key().name for x in stack) or ("Jvp",)
 
@@ -76,7 +80,6 @@ def attend_with_tangents(call: AttentionCall, return_max: bool) -> tuple[Tensor,
     return out, lse.float(), largest
 
 
-@torch.compiler.allow_in_graph
 def _attention(*inputs: Any) -> Any:
     """`attention_fwd` of its arguments, with derivatives."""
     return _Attention.apply(*inputs)

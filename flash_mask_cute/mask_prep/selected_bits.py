@@ -16,8 +16,8 @@ from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "selected_bits"
 WORD = 32
-# a list of blocks of 4 keys has room for whole tiles of keys
-LENGTH_STEP = 32
+# blocks of a tile of keys, at most, and so many places behind the end of a list
+MOST_OF_TILE = 32
 
 
 class QueryTiles(NamedTuple):
@@ -35,7 +35,8 @@ class QueryTiles(NamedTuple):
     def list_length(self, k: int, num_blocks: int, seqlen_q: int) -> int:
         """Room for the blocks of a tile, whose queries chose k each. seqlen_q: of any sequence."""
         queries = min(-(-self.tile_m // self.pack), seqlen_q)
-        return -(-max(min(queries * k, num_blocks), 1) // LENGTH_STEP) * LENGTH_STEP
+        # words of bits may have more blocks than there are
+        return -(-min(queries * k, num_blocks) // WORD) * WORD + MOST_OF_TILE
 
 
 class SelectionBits(NamedTuple):
@@ -144,9 +145,9 @@ def _words_of(chosen: Tensor) -> Tensor:
 class UnionLists(NamedTuple):
     """The blocks that any query of a tile chose, ascending.
 
-    numbers: int32 (lines, length), a line for each of `counts`. Behind the end of a list, up to the
-    next multiple of LENGTH_STEP, is its last number, or 0, inverted. counts: int32 (batch | 1,
-    heads, tiles), how many blocks a tile has.
+    numbers: int32 (lines, length), a line for each of `counts`. Behind the end of a list its last
+    number, or 0, follows inverted, MOST_OF_TILE times. counts: int32 (batch | 1, heads, tiles), how
+    many blocks a tile has.
     """
 
     numbers: Tensor

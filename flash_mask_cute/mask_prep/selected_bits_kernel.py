@@ -195,8 +195,7 @@ class UnionLists:
             head = line // tiles - batch_idx * heads
             place, row = (batch_idx, head, line % tiles), mNumbers[line, None]
             count, last = self._list_blocks(mAny[(*place, None)], row)
-            if count + lane < row.shape[0]:
-                row[count + lane] = last ^ -1
+            row[count + lane] = last ^ -1
             if lane == 0:
                 mCounts[place] = count
 

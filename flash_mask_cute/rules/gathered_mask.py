@@ -35,20 +35,24 @@ class GatheredMask(ForwardMask):
 
     # -- lists ----------------------------------------------------------------------------------
 
+    @property
+    def _bits(self) -> Any:
+        return self.args.bits
+
     def _place(self, work: Work) -> tuple[Int32, ...]:
         """Of a work tile in `UnionLists.counts`."""
-        tile, of_rows = self.selection_tile(work, work.block), self.args.bits.visible
+        tile, of_rows = self.selection_tile(work, work.block), self._bits.visible
         return self.selection_place(of_rows, work, work.head_idx, tile, Int32(0))[:3]
 
     def list_of(self, work: Work) -> Int32:
         """The line of a work tile in `UnionLists.numbers`."""
         batch_idx, head_idx, tile = self._place(work)
-        _, heads, tiles = self.args.bits.counts.shape
+        _, heads, tiles = self._bits.counts.shape
         return (batch_idx * heads + head_idx) * tiles + tile
 
     def _block_at(self, line: Int32, row: Int32) -> tuple[Boolean, Int32]:
         """Whether a row of a walk lies before the end of its list, and its block, or the last."""
-        numbers = self.args.bits.numbers
+        numbers = self._bits.numbers
         number = numbers[line, cutlass.min(row // self.block_k, numbers.shape[1] - 1)]
         return number >= 0, number ^ (number >> (WORD - 1))
 
@@ -58,7 +62,7 @@ class GatheredMask(ForwardMask):
 
     def num_tiles(self, work: Work) -> Int32:
         """Tiles of the blocks that queries of a work tile chose."""
-        keys = self.args.bits.counts[self._place(work)] * self.block_k
+        keys = self._bits.counts[self._place(work)] * self.block_k
         return cute.ceil_div(keys, self.block_info.tile_n)
 
     # -- walks ----------------------------------------------------------------------------------
@@ -70,7 +74,7 @@ class GatheredMask(ForwardMask):
     def key_blocks(self, work: Work) -> tuple[Int32, Int32]:
         """Without the selection, so that all heads of a sequence have as many."""
         tiles = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
-        return Int32(0), cutlass.min(tiles, self.args.bits.most_tiles)
+        return Int32(0), cutlass.min(tiles, self._bits.most_tiles)
 
     def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
         number = work.head_idx // num_heads
@@ -80,7 +84,8 @@ class GatheredMask(ForwardMask):
 
     @cute.jit
     def _classify(self, work: Work, base: Int32, position: Any) -> tuple[Chunk, Any]:
-        n_block, first, end = base + cute.arch.lane_idx(), Int32(0), self.num_tiles(work)
+        n_block, end = base + cute.arch.lane_idx(), self.num_tiles(work)
+        first: Any = Int32(0)
         if const_expr(work.first_block is not None):
             first, end = work.first_block, cutlass.min(end, work.end_block)
         visible = Int32(cute.arch.vote_ballot_sync((n_block >= first) & (n_block < end)))
@@ -108,7 +113,7 @@ class GatheredMask(ForwardMask):
         return tuple(words)
 
     def _vote(
-        self, work: Work, warp_rows: MaskWarpRows, query: Int32, keys: tuple, votes: tuple
+        self, work: Work, warp_rows: MaskWarpRows, query: int | Int32, keys: tuple, votes: tuple
     ) -> tuple:
         """Votes about the keys of each lane by the rows of a query in each group, for these rows.
         keys: whether a lane has any, their block, and the first one."""

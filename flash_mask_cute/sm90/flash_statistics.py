@@ -40,8 +40,8 @@ from flash_mask_cute.sm90.flash_fwd_mainloop import BlockFacts, KeyBlocks, tile_
 from flash_mask_cute.sm90.flash_fwd_traits import FwdTraits
 from flash_mask_cute.sm90.wgmma import ROWS_PER_THREAD
 
-# An exponent of 2 so low that the power is 0.
-LOWEST_EXPONENT = -(2.0**40)
+# An exponent of 2 far below that of any LSE, and a finite score.
+LOWEST_EXPONENT, LOWEST_SCORE = -(2.0**100), -(2.0**127)
 # Columns and rows of the tile of V.
 NO_VALUES = 16
 
@@ -186,6 +186,7 @@ class RowStatistics(KeyBlocks):
             if const_expr(self.score_mod is None):
                 # not -inf, which times a p of 0 is NaN
                 hidden = cute.arch.rcp_approx(self.softmax.scale_log2) * LOWEST_EXPONENT
+                hidden = fmax(hidden, Float32(LOWEST_SCORE))
             bit_tile.hide_unset(scores, bits, hidden)
             cut += 1
         self._take_probabilities(scores)

@@ -97,6 +97,14 @@ def test_lse_of_the_forward(kind: str) -> None:
     assert (found.block_maxima <= 1.0 + 1e-5).all() and (found.block_maxima > 0).any()
 
 
+def test_tensors_in_float64() -> None:
+    """Whose LSE may be so, too."""
+    q, k = torch.randn(1, 30, 2, 8, dtype=FP64), torch.randn(1, 30, 1, 8, dtype=FP64)
+    _, lse = flash_attn_func(q, k, k, return_lse=True)
+    found: Any = attention_statistics(q, k, lse, "block_sums")
+    torch.testing.assert_close(found.block_sums, torch.full((1, 1, 30, 1), 2.0))
+
+
 def test_masks_of_torch_and_builders() -> None:
     """Mods written in torch, and positions of the first query, mean what they mean in attention."""
     q, k = torch.randn(1, 60, 2, 16), torch.randn(1, 60, 2, 16)

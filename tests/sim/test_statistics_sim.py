@@ -17,7 +17,7 @@ from conftest import ACTIVE_ARCH, SMS
 from inputs import Inputs, make_inputs
 from quiet_runs import quiet_run
 from random_cases import small_case
-from slow_roles import with_each_role_slow
+from slow_roles import launched, with_each_role_slow
 from statistics_cases import CASES
 from statistics_oracle import NAMES, Wanted, arguments, assert_right, draw_wanted
 
@@ -95,8 +95,10 @@ SLOWED = {
 @pytest.mark.parametrize("name", SLOWED)
 def test_slow_roles(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     inputs = make_inputs(SLOWED[name])
-    # that of the forward, by the name of the module with its subclass
-    kernels = frozenset({"sm90.flash_statistics.kernel"})
-    monkeypatch.setattr(slow_roles, "kernels_of_package", lambda: kernels)
+    # the kernel of the forward, maybe named by the module of its subclass
+    names = frozenset({"sm90.flash_statistics.kernel", "sm90.flash_fwd.kernel"})
+    monkeypatch.setattr(slow_roles, "kernels_of_package", lambda: names)
     run = partial(check, simulator, inputs, Wanted(block_size=(1, 64)))
-    assert with_each_role_slow(simulator, monkeypatch, kernels, run) > 4
+    run()
+    (kernel,) = launched(simulator)
+    assert with_each_role_slow(simulator, monkeypatch, [kernel], run) > 4

@@ -28,6 +28,11 @@ CASES: dict[str, tuple[Case, Wanted]] = {
     "score_mod": (Case("score", 1, 150, 200, 2, 1, 64, score_mod="t5", causal=True), Wanted()),
     "blind-scores": (Case("scores", 1, 130, 150, 1, 1, 64, score_mod="blinding"), Wanted()),
     "softcap": (Case("cap", 1, 130, 200, 1, 1, 128, softcap=15.0, softmax_scale=-0.3), Wanted()),
+    "large-scale": (Case("large", 1, 100, 150, 1, 1, 64, causal=True, softmax_scale=3e3), Wanted()),
+    "small-scale": (
+        Case("small", 1, 100, 150, 1, 1, 64, causal=True, softmax_scale=1e-29),
+        Wanted(),
+    ),
     "group-3-sink": (Case("3", 1, 100, 150, 6, 2, 64, sink=FP32), Wanted(block_size=(64, 128))),
     "group-32": (Case("32", 1, 9, 300, 32, 1, 64, causal=True), Wanted()),
     "packed": (Case("packed", **PACKED, **GROUP, head_dim=64, causal=True), Wanted()),
