@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_args
 
-from flash_mask_cute.call.batch_sums import build_shared_sums, build_short
+from flash_mask_cute.call.batch_sums import build_shared_sums
 from flash_mask_cute.call.build_backward import (
     Padding,
     PaddingFacts,
@@ -35,7 +35,6 @@ from flash_mask_cute.call.problem import (
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import (
-    BwdWalkFacts,
     WalkFacts,
     select_bwd_config,
     select_fwd_config,
@@ -164,8 +163,10 @@ def compile_variant(name: str) -> Built:
             deterministic=problem.deterministic,
             modifier=problem.score_modifier,
             kernel=arch_spec(target).backward,
-            walk=BwdWalkFacts(
-                variant.window, problem.has_bits, lists_per_warpgroup=variant.block_size
+            walk=WalkFacts(
+                variant.window,
+                has_lists=problem.has_bits,
+                lists_per_warpgroup=variant.block_size,
             ),
             listed_rows=problem.listed_rows,
             query_lists=problem.query_lists,
@@ -187,7 +188,8 @@ def compile_variant(name: str) -> Built:
         ),
         spec=spec,
     ).tiles
-    return Built(build_fwd(problem, tiles, target, variant.mods), tiles.arguments(spec.forward))
+    fields = spec.forward.options(tiles)
+    return Built(build_fwd(problem, tiles, target, variant.mods), fields)
 
 
 def _with_sums(
@@ -551,7 +553,7 @@ def _short(d: int, mods: Mods, tile: ShortTile, target: Target) -> Compiled:
         kernel=arch_spec(target).backward,
     )
     numbers = (0,) if aux else ()
-    return build_short(
+    return build_shared_sums(
         mods.score_mod, problem, choice, SharedSums(numbers, 1, (), (), tile), target
     )
 

@@ -23,7 +23,7 @@ from flash_mask_cute.call.copies import byte_conversion
 from flash_mask_cute.cpu.append import Slots, append_rows, lengths_with_new, rotate, slots_of
 from flash_mask_cute.limits import MAX_HEAD_DIM
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.checks import (
     brief,
     check_device,
@@ -31,7 +31,7 @@ from flash_mask_cute.runtime.checks import (
     check_own_memory,
     check_tensor,
 )
-from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
+from flash_mask_cute.runtime.compiler import by_facts, compile_object, options_of
 from flash_mask_cute.runtime.dtypes import FP8, dtype_name
 from flash_mask_cute.runtime.target import Target
 
@@ -156,9 +156,8 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
     if x.cos is not None:
         q = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         rotary = (x.cos, x.sin, x.rotary_seqlens, x.q, q, x.cu_seqlens_q)
-    function = compile_append(
-        AppendFacts.create(x), target or Target.from_device(x.k_cache.device)
-    ).function
+    target_of_kernel = target or Target.from_device(x.k_cache.device)
+    function = by_facts(KERNEL_NAME, AppendFacts.create(x), build_append, target_of_kernel).function
     k_cache, v_cache = x.k_cache, x.v_cache
     written: tuple[Tensor, ...] = k_cache, v_cache
     if x.in_fp8:
@@ -398,13 +397,8 @@ def _check_room(x: Append) -> None:
 # -- the kernel ---------------------------------------------------------------------------------
 
 
-def compile_append(facts: AppendFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
-    """The compiled kernel. `function` takes tuples: fields of `NewRows`, `Cache`, `Rotary`."""
-    return by_facts(KERNEL_NAME, facts, build_append, target, cache)
-
-
 def build_append(facts: AppendFacts, target: Target) -> Compiled:
-    """Compile now."""
+    """Compile now. `function` takes tuples: fields of `NewRows`, `Cache`, `Rotary`."""
     from flash_mask_cute.kernels.append_kv import AppendKV
 
     def rows(rank: int) -> Any:

@@ -100,7 +100,7 @@ def _choose_short(plan: ExecutionPlan) -> SharedSums | None:
     """The kernel of short sequences; None: it cannot compute the call, or there are few of them."""
     problem, shapes, target = plan.problem, plan.shapes, plan.target
     score_mod, kernel = plan.masks.score_mod, arch_spec(target).backward
-    if kernel.load_entry_traits is None or _has_lengths_or_lists(problem):
+    if not kernel.has_entry_kernels or _has_lengths_or_lists(problem):
         return None
     has_few = shapes.batch * shapes.heads_q < LEAST_SHORT * target.num_sms
     has_groups = shapes.heads_q != shapes.heads_kv
@@ -173,7 +173,7 @@ _ADDED_BY_SCORE = (ReadClass.DIFFERENCE, ReadClass.PLACES, ReadClass.OTHER)
 def _is_possible(plan: ExecutionPlan) -> bool:
     """Whether the kernel that sums gradients of aux tensors alone can compute the scores."""
     problem, choice = plan.problem, plan.bwd_choice
-    if arch_spec(plan.target).backward.load_entry_traits is None or choice.tile_n != TILE:
+    if not arch_spec(plan.target).backward.has_entry_kernels or choice.tile_n != TILE:
         return False
     if _has_lengths_or_lists(problem):
         return False
@@ -271,14 +271,12 @@ def compile_shared_sums(
         "reads_mask_bits": problem.reads_mask_bits,
         "may_empty_rows": problem.may_empty_rows,
     }
-    build, name = build_shared_sums, NAME
     if shared.short is not None:
-        build, name = build_short, SHORT_NAME
         facts["tile"] = tuple(shared.short)
     return cache.get(
-        name,
+        NAME if shared.short is None else SHORT_NAME,
         lambda: facts,
-        lambda: build(score_mod, problem, choice, shared, target),
+        lambda: build_shared_sums(score_mod, problem, choice, shared, target),
         arch=target.arch,
         options=options_of(target),
         token=tuple(facts.values()),
@@ -292,58 +290,32 @@ def build_shared_sums(
     shared: SharedSums,
     target: Target,
 ) -> Compiled:
-    """Compile the kernel that sums gradients of aux tensors now."""
+    """Compile the kernel that sums gradients of aux tensors, or that of short sequences, now."""
     import cutlass
 
-    assert score_mod is not None
-    kernel = (
-        arch_spec(target)
-        .backward.entry_kernels()
-        .shared(
-            *(traits_of(problem, choice, shared, target), score_mod, shared.numbers, shared.once),
-            *(problem.is_causal, problem.is_local),
-        )
-    )
-    # this kernel reads no tables of differences
-    problem = replace(problem, tables=())
-    of = {row.argument: row.fake(problem, choice) for row in BACKWARD}
-    arguments = [
-        *(of[name] for name in ("q", "k", "v", "dout", "stats")),
-        *(_sums(problem, shared), of["aux_tensors"], of["scale"]),
-        *(cutlass.Int32(1), of["stream"]),
-        *(of["window_left"], of["window_right"], of["mask_bits"]),
-    ]
-    return compile_object(kernel, arguments, options_of(target))
-
-
-def build_short(
-    score_mod: Callable[..., Any] | None,
-    problem: AttentionProblem,
-    choice: BwdChoice,
-    shared: SharedSums,
-    target: Target,
-) -> Compiled:
-    """Compile the kernel of short sequences now."""
-    import cutlass
-
-    assert shared.short is not None
-    kernels, of_sums = arch_spec(target).backward.entry_kernels(), (score_mod, shared.numbers)
-    traits, is_causal = traits_of(problem, choice, shared, target), problem.is_causal
-    if shared.short.several_keys:
-        assert score_mod is not None
-        kernel = kernels.entries(traits, *of_sums, is_causal)
+    kernels, short = arch_spec(target).backward.entry_kernels(), shared.short
+    of_sums = traits_of(problem, choice, shared, target), score_mod, shared.numbers
+    if short is None:
+        kernel = kernels.shared(*of_sums, shared.once, problem.is_causal, problem.is_local)
+        # this kernel reads no tables of differences
+        problem = replace(problem, tables=())
+    elif short.several_keys:
+        kernel = kernels.entries(*of_sums, problem.is_causal)
     else:
-        kernel = kernels.short(traits, *of_sums, shared.once, is_causal)
+        kernel = kernels.short(*of_sums, shared.once, problem.is_causal)
     # gradients may have other strides than their tensors
     of, like = ({row.argument: row.fake(problem, choice) for row in BACKWARD} for _ in range(2))
-    target_of_dq = "dq_accum" if shared.short.several_keys else "q"
-    arguments = [
-        *(of[name] for name in ("q", "k", "v", "dout", "stats")),
-        *(like[name] for name in (target_of_dq, "k", "v")),
-        *(_sums(problem, shared) or None, of["aux_tensors"], of["scale"], of["scale"]),
-        *(cutlass.Int32(1), of["stream"], of["window_left"], of["window_right"]),
-    ]
-    return compile_object(kernel, arguments, options_of(target))
+    arguments = [of[name] for name in ("q", "k", "v", "dout", "stats")]
+    sums, number = _sums(problem, shared), cutlass.Int32(1)
+    if short is None:
+        arguments += [sums, of["aux_tensors"], of["scale"], number, of["stream"]]
+        more = of["window_left"], of["window_right"], of["mask_bits"]
+    else:
+        target_of_dq = "dq_accum" if short.several_keys else "q"
+        arguments += [like[name] for name in (target_of_dq, "k", "v")]
+        arguments += [sums or None, of["aux_tensors"], of["scale"], of["scale"], number]
+        more = of["stream"], of["window_left"], of["window_right"]
+    return compile_object(kernel, [*arguments, *more], options_of(target))
 
 
 def _sums(problem: AttentionProblem, shared: SharedSums) -> tuple[Any, ...]:

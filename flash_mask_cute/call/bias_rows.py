@@ -68,7 +68,7 @@ def with_entry_order(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
     """The plan of a backward with `entries_first` filled in."""
     score_mod, aux_tensors = facts.masks.score_mod, facts.masks.aux_tensors
     problem, shapes = plan.problem, plan.shapes
-    if facts.is_forward or facts.spec.backward.load_entry_kernels is None:
+    if facts.is_forward or not facts.spec.backward.has_entry_kernels:
         return plan
     if score_mod is None or aux_tensors is None:
         return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash_mask_cute.call.forward import NO_MODS, cached_attention
@@ -231,12 +231,7 @@ def build_bwd(
     """Compile the main kernel now. `meta`: smem_bytes, and what `compile_object` reports."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    tiles = asdict(choice.tiles)
     backward = arch_spec(target).backward
-    if not backward.splits_groups:
-        del tiles["splits_group"]
-    if not backward.splits_keys:
-        del tiles["splits_keys"]
     of_lists: dict[str, Any] = {"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}
     of_order = {"entries_first": True} if problem.entries_first else {}
     if problem.query_lists:
@@ -262,7 +257,7 @@ def build_bwd(
         shared_kv=problem.shared_kv,
         **of_lists,
         **of_order,
-        **tiles,
+        **backward.options(choice.tiles),
     )
     arguments = fakes(BACKWARD, problem, choice)
     smem_bytes = kernel.traits.smem_bytes

@@ -14,18 +14,16 @@ from torch import Tensor
 from flash_mask_cute.call.execution_plan import ExecutionPlan, FixedSplits
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.splits import (
+    CombinedForward,
     are_enough_tiles,
-    by_rows,
-    in_splits,
-    new_splits,
     refuse_splits,
     splits_by_rows,
 )
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
 from flash_mask_cute.limits import OPEN_WINDOW
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import by_facts, compile_object, options_of
 from flash_mask_cute.runtime.fake_tensors import operand, strided, vector
 from flash_mask_cute.runtime.target import Target
 
@@ -95,14 +93,9 @@ class ReduceFacts(NamedTuple):
     sink_dtype: str | None
 
 
-def compile_reduce(facts: ReduceFacts, target: Target, cache: CompileCache = CACHE) -> Compiled:
-    """The compiled kernel. `function` takes, by position: outputs of fixed splits, their LSE, its
-    rounding error or None, sink or None, out, lse or None (shapes: `kernels/reduce_splits.py`)."""
-    return by_facts(REDUCE_NAME, facts, build_reduce, target, cache)
-
-
 def build_reduce(facts: ReduceFacts, target: Target) -> Compiled:
-    """Compile now."""
+    """Compile now. `function` takes, by position: outputs of fixed splits, their LSE, its rounding
+    error or None, sink or None, out, lse or None (shapes: `kernels/reduce_splits.py`)."""
     from flash_mask_cute.kernels.reduce_splits import ReduceSplits
 
     arguments: list[Any] = [
@@ -115,47 +108,6 @@ def build_reduce(facts: ReduceFacts, target: Target) -> Compiled:
         fake_tensors.stream(),
     ]
     return compile_object(ReduceSplits(facts.head_dim_v), arguments, options_of(target))
-
-
-class ParallelSplits:
-    """Fixed splits that any CTA computes: their scratch memory, and the launch that reduces them.
-    As `CombinedForward`."""
-
-    __slots__ = ("_function", "_is_packed", "_num_blocks", "_splits", "is_wide")
-
-    counts = True
-
-    def __init__(self, plan: ExecutionPlan) -> None:
-        assert plan.splits is not None and plan.fixed_splits is not None
-        problem = plan.problem
-        self._splits = plan.splits
-        self._num_blocks = plan.fixed_splits.num_blocks
-        self._is_packed = problem.varlen_q
-        self.is_wide = plan.out_dtype != problem.dtype
-        facts = ReduceFacts(
-            plan.out_dtype,
-            problem.head_dim_v,
-            problem.needs_lse,
-            plan.splits.has_low,
-            problem.sink_dtype,
-        )
-        self._function = compile_reduce(facts, plan.target).function
-
-    def new_partials(self, like: Tensor) -> tuple[Any, ...]:
-        """Scratch memory, as the attention kernel takes it."""
-        splits = self._splits
-        return *new_splits(splits, like), None, splits.number, self._num_blocks
-
-    def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
-        """As `in_splits`."""
-        return in_splits(partials[0], self._is_packed, q)
-
-    def __call__(
-        self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None
-    ) -> None:
-        """Reduce the fixed splits in the scratch memory."""
-        of_out, of_lse, of_low, *_ = partials
-        self._function(of_out, of_lse, of_low, sink, *by_rows(out, lse, self._is_packed))
 
 
 class SequentialSplits:
@@ -185,9 +137,13 @@ class SequentialSplits:
         """The kernel has done all."""
 
 
-def fixed_splits_of(plan: ExecutionPlan) -> ParallelSplits | SequentialSplits | None:
+def fixed_splits_of(plan: ExecutionPlan) -> CombinedForward | SequentialSplits | None:
     """For a forward whose sums have an order; None for a single fixed split."""
-    assert plan.fixed_splits is not None
-    if plan.problem.split == PARALLEL_SPLITS:
-        return ParallelSplits(plan)
-    return None if plan.fixed_splits.number == 1 else SequentialSplits(plan)
+    problem, fixed_splits, splits = plan.problem, plan.fixed_splits, plan.splits
+    assert fixed_splits is not None
+    if splits is None:
+        return None if fixed_splits.number == 1 else SequentialSplits(plan)
+    of_out = plan.out_dtype, problem.head_dim_v, problem.needs_lse
+    facts = ReduceFacts(*of_out, splits.has_low, problem.sink_dtype)
+    function = by_facts(REDUCE_NAME, facts, build_reduce, plan.target).function
+    return CombinedForward(plan, function, fixed_splits.num_blocks)

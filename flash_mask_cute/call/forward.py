@@ -111,7 +111,7 @@ def build_fwd(
         **({"gathers": problem.gathers} if problem.gathers else {}),
         **({"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}),
         **({"statistics": problem.statistics_block} if problem.statistics else {}),
-        **tiles.arguments(of_arch),
+        **of_arch.options(tiles),
     )
     smem_bytes = kernel.traits.smem_bytes
     arguments = fakes(FORWARD, problem, tiles)

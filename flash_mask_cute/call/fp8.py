@@ -18,8 +18,8 @@ from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.forward import current_device
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_facts, compile_object, options_of
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import by_facts, compile_object, options_of
 from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
@@ -84,15 +84,8 @@ class DequantiseFacts(NamedTuple):
     scales: tuple[int | None, int | None]
 
 
-def compile_dequantise(
-    facts: DequantiseFacts, target: Target, cache: CompileCache = CACHE
-) -> Compiled:
-    """The compiled kernel. `function` takes the arguments of `Dequantise`, by position."""
-    return by_facts(KERNEL_NAME, facts, build_dequantise, target, cache)
-
-
 def build_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:
-    """Compile now."""
+    """Compile now. `function` takes the arguments of `Dequantise`, by position."""
     from flash_mask_cute.kernels.dequantise import Dequantise
 
     arguments = [
@@ -129,7 +122,7 @@ class DequantisedForward:
             problem.page_box is not None,
             (ranks.get("k_descale"), ranks.get("v_descale")),
         )
-        self._function = compile_dequantise(facts, plan.target).function
+        self._function = by_facts(KERNEL_NAME, facts, build_dequantise, plan.target).function
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.arguments import OptionalTensors
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.call.tiles.config import BwdChoice, FwdTiles
+from flash_mask_cute.call.tiles.config import BwdChoice
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
 from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
@@ -152,10 +152,6 @@ def _lists(x: AttentionProblem, _: Any) -> Any:
     return strided(3), strided(4), *full
 
 
-def _mask_bits_fwd(x: AttentionProblem, tiles: FwdTiles) -> Any:
-    return _mask_bits(x, BitTiles.for_forward(tiles.tile_m, tiles.tile_n))
-
-
 def _partials(x: AttentionProblem, _: Any) -> Any:
     """Destination of the splits of work tiles, or of statistics."""
     import cutlass
@@ -232,7 +228,10 @@ FORWARD = (
     _COLUMNS,
     KernelOperand("block_size", "block_size", lambda x, _: int32_pair() if x.has_lists else None),
     _BLOCK_BITS,
-    KernelOperand("mask_bit_tensors", "mask_bits", _mask_bits_fwd),
+    KernelOperand(
+        *("mask_bit_tensors", "mask_bits"),
+        lambda x, tiles: _mask_bits(x, BitTiles.for_forward(tiles.tile_m, tiles.tile_n)),
+    ),
     KernelOperand(
         "query_chunk", "query_chunk", lambda x, _: int32_pair() if x.reads_mask_bits else None
     ),
@@ -294,10 +293,6 @@ def _aux_grads(x: AttentionProblem, _: Any) -> Any:
     return tuple(map(sums, x.wants_aux)) or None
 
 
-def _mask_bits_bwd(x: AttentionProblem, choice: BwdChoice) -> Any:
-    return _mask_bits(x, BitTiles.for_backward(choice.tiles.tile_m, choice.tile_n))
-
-
 BACKWARD = (
     KernelOperand("mQ", "q", _q),
     KernelOperand("mK", "k", _k),
@@ -321,6 +316,9 @@ BACKWARD = (
     _COLUMNS,
     _BLOCK_BITS,
     KernelOperand("aux_grads", "aux_grads", _aux_grads),
-    KernelOperand("mask_bit_tensors", "mask_bits", _mask_bits_bwd),
+    KernelOperand(
+        *("mask_bit_tensors", "mask_bits"),
+        lambda x, y: _mask_bits(x, BitTiles.for_backward(y.tiles.tile_m, y.tile_n)),
+    ),
     _Q_START,
 )

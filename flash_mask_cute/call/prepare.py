@@ -56,7 +56,7 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     if plan.fixed_splits is not None:
         combine = fixed_splits_of(plan)
     elif plan.splits is not None:
-        combine = CombinedForward(plan)
+        combine = CombinedForward.of_plan(plan)
     function = compiled_fwd(plan).function
     prepared = KernelForward(plan, function, _mask_bits_maker(plan), combine, _tables_maker(plan))
     if isinstance(plan.mask_bits, DocumentBitsPlan):

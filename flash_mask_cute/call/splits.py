@@ -9,6 +9,7 @@ of plain decoding by its estimated cost (`tiles/decode_costs.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -254,25 +255,30 @@ def build_combine(facts: CombineFacts, target: Target) -> Compiled:
 
 class CombinedForward:
     """What a forward in splits needs beside its kernel: scratch memory, and the combination.
-    is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place."""
+    function: of `compile_combine`, or of `build_reduce` for fixed splits of num_blocks key blocks
+    each. is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place."""
 
-    __slots__ = ("_by_stream_k", "_function", "_is_packed", "_splits", "is_wide")
+    __slots__ = ("_by_stream_k", "_fixed", "_function", "_is_packed", "_splits", "is_wide")
 
-    def __init__(self, plan: ExecutionPlan) -> None:
+    def __init__(
+        self, plan: ExecutionPlan, function: Callable[..., Any], num_blocks: int | None = None
+    ) -> None:
         assert plan.splits is not None
-        problem = plan.problem
         self._splits = plan.splits
-        self._is_packed = problem.varlen_q
-        self._by_stream_k = problem.split == BY_STREAM_K
-        self.is_wide = plan.out_dtype != problem.dtype
-        facts = CombineFacts(
-            "float32",
-            plan.out_dtype,
-            problem.head_dim_v,
-            problem.needs_lse,
-            has_low=plan.splits.has_low,
-        )
-        if self._by_stream_k:
+        self._is_packed = plan.problem.varlen_q
+        self._by_stream_k = plan.problem.split == BY_STREAM_K
+        self._fixed = () if num_blocks is None else (num_blocks,)
+        self.is_wide = plan.out_dtype != plan.problem.dtype
+        self._function = function
+
+    @staticmethod
+    def of_plan(plan: ExecutionPlan) -> CombinedForward:
+        """For splits by rows or by stream-K."""
+        assert plan.splits is not None
+        problem, has_low = plan.problem, plan.splits.has_low
+        of_out = plan.out_dtype, problem.head_dim_v, problem.needs_lse
+        facts = CombineFacts("float32", *of_out, has_low=has_low)
+        if problem.split == BY_STREAM_K:
             facts = replaced(
                 facts,
                 tile_m=plan.fwd_choice.tiles.tile_m,
@@ -280,7 +286,7 @@ class CombinedForward:
                 group=problem.packed_heads,
                 warps_per_row=4 if plan.splits.lse_shape[1] <= _FEW_ROWS else 1,
             )
-        self._function = compile_combine(facts, plan.target).function
+        return CombinedForward(plan, compile_combine(facts, plan.target).function)
 
     @property
     def counts(self) -> bool:
@@ -291,7 +297,7 @@ class CombinedForward:
         """Scratch memory, as the attention kernel takes it."""
         splits = self._splits
         if not self._by_stream_k:
-            return *new_splits(splits, like), None, splits.number
+            return *new_splits(splits, like), None, splits.number, *self._fixed
         pending = like.new_empty((splits.number, PENDING_WORDS), dtype=torch.int32)
         return *new_splits(splits, like), pending, None
 
@@ -300,11 +306,13 @@ class CombinedForward:
         return in_splits(partials[0], self._is_packed, q)
 
     def __call__(
-        self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None = None
+        self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None
     ) -> None:
-        """Combine the splits in the scratch memory; the first one has the sink."""
-        of_out, of_lse, of_low, pending, _ = partials
-        self._function(of_out, of_lse, of_low, pending, *by_rows(out, lse, self._is_packed))
+        """Combine the splits in the scratch memory. The sink is part of the first one, but where
+        splits are fixed."""
+        of_out, of_lse, of_low, pending, *_ = partials
+        more = sink if self._fixed else pending
+        self._function(of_out, of_lse, of_low, more, *by_rows(out, lse, self._is_packed))
 
 
 def new_splits(splits: Splits, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -117,7 +117,7 @@ def _choose_tables(facts: CallFacts, plan: ExecutionPlan) -> DifferenceTables | 
 def _spare_smem(plan: ExecutionPlan) -> tuple[int, bool]:
     """Bytes of shared memory for sums by difference, and whether MMA warps may sum."""
     choice, kernel = plan.choice, arch_spec(plan.target).backward
-    if isinstance(choice, FwdChoice) or kernel.load_limits is None:
+    if isinstance(choice, FwdChoice) or not kernel.has_limits:
         return 0, False
     limits = kernel.limits()
     return limits.SMEM_CAPACITY - choice.smem_bytes, limits.may_loop_over_scores(choice.tile_d)

@@ -8,7 +8,6 @@ from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tiles.config import (
     BwdChoice,
-    BwdWalkFacts,
     FwdChoice,
     WalkFacts,
     select_bwd_config,
@@ -63,10 +62,10 @@ def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
         modifier=problem.score_modifier,
         num_sms=num_sms,
         kernel=kernel,
-        walk=BwdWalkFacts(
+        walk=WalkFacts(
             facts.window.visible,
-            problem.has_lists or problem.has_bits or problem.has_selected,
-            masks.own_keys_of(problem, kernel),
+            has_lists=problem.has_lists or problem.has_bits or problem.has_selected,
+            lists_per_warpgroup=masks.own_keys_of(problem, kernel),
         ),
         listed_rows=problem.listed_rows,
         query_lists=problem.query_lists,

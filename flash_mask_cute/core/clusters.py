@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass.experimental import primitives
 
 from flash_mask_cute.core.channel import Channel
 
@@ -25,6 +26,19 @@ def sync() -> None:
     """Wait until all threads of both CTAs have arrived."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
+
+
+def send(
+    source: cute.Pointer, target: cute.Pointer, barrier: cute.Pointer, num_bytes: int, to: Int32
+) -> None:
+    """Start the copy of shared memory to the CTA of a rank, at the address that `target` has in
+    this one, completing on the `barrier` there. By one thread."""
+    primitives.cp_async_bulk_shared_cluster_shared_cta(
+        cute.arch.map_dsmem_ptr(target, to),
+        source,
+        cute.arch.map_dsmem_ptr(barrier, to),
+        num_bytes,
+    )
 
 
 @dataclass(frozen=True)

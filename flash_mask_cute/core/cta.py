@@ -1,6 +1,7 @@
 """Resources of a CTA on every architecture, and the rings that its scheduler warp writes."""
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -22,6 +23,9 @@ WALK_STAGES = 4
 WORDS_OF_VECTOR = 4
 
 
+_Traits = TypeVar("_Traits")
+
+
 def thread_in_warpgroup() -> Int32:
     return cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
 
@@ -31,6 +35,11 @@ def swizzled(
 ) -> cute.Tensor:
     """The tensor with a layout in a member of a CTA's storage. dtype: if not the member's."""
     return memory.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
+
+
+def transposed(smem: cute.Tensor) -> cute.Tensor:
+    """The (cols, rows, stages) view of a (rows, cols, stages) tensor."""
+    return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
 
 
 @cute.jit
@@ -58,6 +67,12 @@ def registers_left(num_warpgroups: int, taken: int) -> int:
         launch gave the CTA would block forever.
     """
     return launch_registers(num_warpgroups) * num_warpgroups - taken
+
+
+def traits_of(kernel: Any, kind: type[_Traits], **given: Any) -> _Traits:
+    """The traits of an attention kernel: those given, the others its options of the same names."""
+    same = {x.name for x in fields(kernel)} & {x.name for x in fields(kind)} - given.keys()
+    return kind(**{name: getattr(kernel, name) for name in same}, **given)
 
 
 def check_can_run(traits: Any) -> None:

@@ -110,18 +110,9 @@ def describe(tile: WorkTile, lengths: Lengths, blocks_are_keys: cutlass.Constexp
     """The ring entry of a work tile of queries, or of keys. Of keys in common, it has the queries
     in use of all sequences as if they were one."""
     batch_idx = cutlass.select_(tile.is_valid, tile.batch_idx, Int32(0))
-    slot = SeqlenInfoQK.create(
-        batch_idx, lengths.seqlen_q, lengths.seqlen_k, lengths.cu_seqlens_q, lengths.cu_seqlens_k
-    )
-    used = SeqlenInfoQK.create(
-        batch_idx,
-        lengths.seqlen_q,
-        lengths.seqlen_k,
-        lengths.cu_seqlens_q,
-        lengths.cu_seqlens_k,
-        lengths.seqused_q,
-        lengths.seqused_k,
-    )
+    of_all = lengths.seqlen_q, lengths.seqlen_k, lengths.cu_seqlens_q, lengths.cu_seqlens_k
+    slot = SeqlenInfoQK.create(batch_idx, *of_all)
+    used = SeqlenInfoQK.create(batch_idx, *of_all, lengths.seqused_q, lengths.seqused_k)
     work = Work(
         block=tile.block,
         head_idx=tile.head_idx,

@@ -15,6 +15,7 @@ from cutlass import Boolean, Int16, Int32, const_expr
 
 from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import transposed
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.pages import PageRow, Pages
 from flash_mask_cute.core.row_copies import BlockRows, CopyShare, RowCopies
@@ -352,9 +353,7 @@ class OperandLoads:
             number = state.blocks - 1
             channel.acquire(number)
             # (d_v, keys) to products, (keys, d_v) to copies
-            smem = cute.make_tensor(
-                self.v.smem.iterator, cute.select(self.v.smem.layout, [1, 0, 2])
-            )
+            smem = transposed(self.v.smem)
             if const_expr(self._by_rows):
                 stage = smem[None, None, channel.index(number)]
                 self._ask_for_scales(self.scales_v, place, state.v_pages)
@@ -501,9 +500,7 @@ class OperandLoads:
                 row,
             )
             # (d_v, keys) to products, (keys, d_v) to TMA
-            smem = cute.make_tensor(
-                self.v.smem.iterator, cute.select(self.v.smem.layout, [1, 0, 2])
-            )
+            smem = transposed(self.v.smem)
             src, dst = tma.tile_of(
                 self.operands.v_atom,
                 gV,

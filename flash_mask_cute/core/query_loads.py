@@ -178,8 +178,7 @@ class QueryLoads:
 
     def row_block(self, work: Work, block: Block) -> Int32:
         """The row block of a query block; work: with the lengths of its sequence."""
-        row_blocks = RowBlocks(self.lengths, self.traits.tile_m)
-        return block.index + row_blocks.first_of(work.batch_idx, work.offset_q)
+        return RowBlocks(self.lengths, self.traits.tile_m).of(work, block)
 
     def _rows_copy(
         self, atom: cute.CopyAtom, source: cute.Tensor, smem: cute.Tensor, dim: int, at: Visited

@@ -12,6 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.walk_ring import Block
+from flash_mask_cute.core.work_ring import Work
 
 
 class RowBlocks(NamedTuple):
@@ -25,6 +27,10 @@ class RowBlocks(NamedTuple):
         if const_expr(self.lengths.cu_seqlens_q is not None):
             return offset_q // self.tile_m + batch_idx
         return batch_idx * cute.ceil_div(self.lengths.seqlen_q, self.tile_m)
+
+    def of(self, work: Work, block: Block) -> Int32:
+        """The row block of a query block. work: with the lengths of its sequence."""
+        return block.index + self.first_of(work.batch_idx, work.offset_q)
 
 
 def num_row_blocks(rows: int, num_sequences: int, is_packed: bool, tile_m: int) -> int:

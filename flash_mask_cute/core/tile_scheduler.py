@@ -161,19 +161,16 @@ class TileScheduler:
             claimed = cute.arch.shuffle_sync(claimed, 0)
         return cutlass.select_(number < own, index + 1, ctas * own + claimed)
 
+    @cute.jit
     def finish(self) -> None:
         """Each CTA calls this once after its last claim; the last CTA clears the counter."""
-        if const_expr(self.counter is not None):
-            self._finish_counter()
-
-    @cute.jit
-    def _finish_counter(self) -> None:
-        if cute.arch.lane_idx() == 0:
-            ctas, _, _ = cute.arch.grid_dim()
-            finished = cute.arch.atomic_add(self.counter.iterator + 1, Int32(1))
-            if finished == ctas - 1:
-                self.counter[0] = Int32(0)
-                self.counter[1] = Int32(0)
+        if const_expr(self.counter is not None):  # noqa: SIM102 (decided while tracing)
+            if cute.arch.lane_idx() == 0:
+                ctas, _, _ = cute.arch.grid_dim()
+                finished = cute.arch.atomic_add(self.counter.iterator + 1, Int32(1))
+                if finished == ctas - 1:
+                    self.counter[0] = Int32(0)
+                    self.counter[1] = Int32(0)
 
     def locate(
         self,

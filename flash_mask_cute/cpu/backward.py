@@ -63,9 +63,12 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
     # several sequences may add to the same keys
     dk, dv = (y.new_zeros(y.shape, dtype=torch.float64) for y in (x.k, x.v))
     dsink = x.q.new_zeros(x.q.shape[-2:-1], dtype=torch.float64)
-    chain = None
+    # modified scores of one head and their derivative, by the user's function or by our own
+    chain: Callable[..., tuple[Tensor, _PullBack]] | None = None
     if masks.score_mod is not None:
-        chain = _chain_of(masks.score_mod, call.score_mod_bwd, call.aux_sums)
+        chain = partial(_modify_and_differentiate, masks.score_mod, call.aux_sums)
+        if call.score_mod_bwd is not None:
+            chain = partial(_modify_and_ask, masks.score_mod, call.score_mod_bwd)
     for walk in sequence_walks(call):
         sink = walk.rows_of_sink(x.learnable_sink)
         rows = _Rows.create(x, walk)
@@ -161,17 +164,6 @@ def _sequence_gradients(
             dk[..., keys, :] += (dscores.mT @ q).sum(dim=1, keepdim=True)
             dv[..., keys, :] += (probabilities.mT @ dout).sum(dim=1, keepdim=True)
     return dq, dk, dv
-
-
-def _chain_of(
-    score_mod: Callable[..., Any],
-    score_mod_bwd: Callable[..., Any] | None,
-    aux_sums: Mapping[int, Tensor] | None,
-) -> Callable[..., tuple[Tensor, _PullBack]]:
-    """Modified scores of one head and their derivative, by the user's function or by our own."""
-    if score_mod_bwd is not None:
-        return partial(_modify_and_ask, score_mod, score_mod_bwd)
-    return partial(_modify_and_differentiate, score_mod, aux_sums)
 
 
 def _chain_tile(

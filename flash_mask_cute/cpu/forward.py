@@ -124,9 +124,9 @@ def modify_tile(
 ) -> None:
     """Apply score_mod to scores (heads_kv, lanes, rows, keys) of the given heads."""
     for of_head in heads_in_tile(tile, heads):
-        place = aux_tensors, batch_idx, of_head.head_idx, of_head.q_idx, of_head.k_idx
         part = of_head.part(scores)
-        part.copy_(eval_score_mod(score_mod, part, *place))
+        place = batch_idx, of_head.head_idx, of_head.q_idx, of_head.k_idx
+        part.copy_(eval_score_mod(score_mod, part, aux_tensors, *place))
 
 
 class _Result(NamedTuple):

@@ -57,7 +57,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.cta import WALK_STAGES, check_can_run, thread_in_warpgroup
+from flash_mask_cute.core.cta import WALK_STAGES, check_can_run, thread_in_warpgroup, traits_of
 from flash_mask_cute.core.dq_sums import DqSums, Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
@@ -180,14 +180,10 @@ class FlashAttentionBackwardSm100:
     shared_kv: bool = False
 
     def __post_init__(self) -> None:
-        self.traits = BwdTraits(
-            self.dtype,
-            self.head_dim,
-            self.head_dim if self.head_dim_v is None else self.head_dim_v,
-            self.tile_m,
-            *(self.stages_q, self.stages_do, self.stages_kv),
-            value_cols=self.value_cols,
-            cta_pair=self.cta_pair,
+        self.traits = traits_of(
+            self,
+            BwdTraits,
+            head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
             has_marks=self.may_empty_rows,
             has_reference=self.score_mod is not None,
         )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 
-from flash_mask_cute.core.cta import swizzled
+from flash_mask_cute.core.cta import swizzled, transposed
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_registers import HALVES
 from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, memory_ds
@@ -62,17 +62,17 @@ def products(traits: BwdTraits, tiles: BwdSmem) -> Products:
         dp_do=umma.smem_operand_b(scores, tiles.do) if of_dk else None,
         dv=umma.accumulator(by_dv, shape_dv, traits.column_dv) if of_dv else None,
         p=_halves(traits, by_dv, traits.tile_dv, traits.column_s) if of_dv else None,
-        dv_do=umma.smem_operand_b(by_dv, umma.transposed(tiles.do)) if of_dv else None,
+        dv_do=umma.smem_operand_b(by_dv, transposed(tiles.do)) if of_dv else None,
         dk=umma.accumulator(by_d, shape_d, traits.column_dk) if of_dk else None,
         ds=_halves(traits, by_d, traits.tile_d, traits.column_dp) if of_dk else None,
-        dk_q=umma.smem_operand_b(by_d, umma.transposed(tiles.q)) if of_dk else None,
+        dk_q=umma.smem_operand_b(by_d, transposed(tiles.q)) if of_dk else None,
         dq=_parts_of_dq(traits, tiles) if of_dk else None,
         dq_ds=umma.smem_operand_a(traits.mma_dq(traits.widths_dq[0]), tiles.ds) if of_dk else None,
     )
 
 
 def _parts_of_dq(traits: BwdTraits, tiles: BwdSmem) -> tuple[PartOfDq, ...]:
-    keys, parts, first = umma.transposed(tiles.k), [], 0
+    keys, parts, first = transposed(tiles.k), [], 0
     for i, width in enumerate(traits.widths_dq):
         mma = traits.mma_dq(width)
         acc = umma.accumulator(mma, (traits.tile_m, width), traits.column_dq + i * umma.HALF_LANES)
@@ -94,9 +94,9 @@ def _keys(
 
 def _halves(traits: BwdTraits, mma: cute.TiledMma, n: int, first: int) -> tuple[cute.Tensor, ...]:
     """P or dS in TMEM, of both halves of the queries."""
-    layout = blackwell.make_smem_layout_a(mma, (ROWS, n, traits.queries), traits.dtype, 1)
+    layout = blackwell.make_smem_layout_a(mma, (traits.rows, n, traits.queries), traits.dtype, 1)
     return tuple(
-        umma.operand_a(mma, layout, traits.dtype, first + half * traits.queries)
+        umma.operand_a(mma, layout, traits.dtype, first + half * traits.half_step)
         for half in range(HALVES)
     )
 
@@ -128,21 +128,14 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
         if traits.is_folded:
             shape = rows, n, traits.tile_m
             return (folded(mma, storage.p, shape)[None, None, None, 0],)
-        return halves(mma, n, traits.column_s)
+        return _halves(traits, mma, n, traits.column_s)
 
     def score_gradients(mma, n: int) -> tuple[cute.Tensor, ...]:
         if traits.is_folded:
             # behind dS of dQ, for which the keys of both CTAs have places
             shape, of_dq = (rows, n, traits.tile_m), traits.rows_of_cta * keys
             return (folded(mma, storage.ds, shape, of_dq)[None, None, None, 0],)
-        return halves(mma, n, traits.column_dp)
-
-    def halves(mma, n: int, first: int) -> tuple[cute.Tensor, ...]:
-        layout = blackwell.make_smem_layout_a(mma, (rows, n, traits.queries), traits.dtype, 1)
-        return tuple(
-            umma.operand_a(mma, layout, traits.dtype, first + half * traits.half_step)
-            for half in range(HALVES)
-        )
+        return _halves(traits, mma, n, traits.column_dp)
 
     def score_gradients_of_dq(mma) -> cute.Tensor:
         if traits.is_folded:

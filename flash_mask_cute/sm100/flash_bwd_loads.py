@@ -42,9 +42,8 @@ class KeyLoads:
     @cute.jit
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):
         """first: the number of the work tile's first block, which its keys and values come with."""
-        row_blocks = RowBlocks(self.lengths, self.traits.tile_m)
         of_block = self.lengths.of_block(work, block)
-        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
+        row_block = self.queries.row_block(of_block, block)
         at = Visited(of_block, block, number, number == first, row_block)
         self.queries.load_query(at)
         self.queries.load_do(at)
@@ -136,9 +135,8 @@ class SumsOut:
     @cute.jit
     def _send_block(self, work: Work, state: Sent, block: Block):
         sums, number = self.sums, state.number
-        row_blocks = RowBlocks(sums.lengths, self.traits.tile_m)
         of_block = sums.lengths.of_block(work, block)
-        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
+        row_block = RowBlocks(sums.lengths, self.traits.tile_m).of(of_block, block)
         if const_expr(sums.lengths.seqused_k is not None):
             # what was loaded for the keys of none is not in use, perhaps not even finite
             row_block = cutlass.select_(work.seqlen_k > 0, row_block, Int32(UNSENT))

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.experimental import primitives
 
-from flash_mask_cute.core import tma
+from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.lengths import Lengths
@@ -117,9 +116,8 @@ class PairLoads:
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         rank, is_first = traits.group.rank(), number == first
-        row_blocks = RowBlocks(self.lengths, traits.tile_m)
         of_block = self.lengths.of_block(work, block)
-        row_block = block.index + row_blocks.first_of(of_block.batch_idx, of_block.offset_q)
+        row_block = RowBlocks(self.lengths, traits.tile_m).of(of_block, block)
         head, kv_head = block.head_idx, work.head_idx
         row = block.index * traits.tile_m
         own_row = row + traits.query_of(0, rank)
@@ -410,14 +408,7 @@ class PeerGrads:
 
     def keep(self, words: cute.Tensor, first: int) -> None:
         """Write the words of dS of 32 queries, from `first` on among those of the half."""
-        parts = cute.flat_divide(words, (VECTOR // 4,))
-        for i in range(cute.size(parts, mode=[1])):
-            # an exclusive or with a number of 16 bytes swizzles
-            address = self.line ^ (first * 2 + i * VECTOR)
-            place = cute.make_ptr(Int32, address, cutlass.AddressSpace.smem, assumed_align=VECTOR)
-            cute.autovec_copy(
-                parts[None, i], cute.make_tensor(place, cute.make_layout(VECTOR // 4))
-            )
+        _write_line(self.line, words, first * 2)
 
     @cute.jit
     def send(self, number: Int32):
@@ -460,12 +451,8 @@ class PeerGrads:
             first = thread_in_warpgroup() // WARP * WARP
             source = ds[None, traits.cluster_tile_n + first, 0].iterator
             target = ds[None, traits.group.rank() * traits.tile_n + first, 0].iterator
-            primitives.cp_async_bulk_shared_cluster_shared_cta(
-                cute.arch.map_dsmem_ptr(target, self.half),
-                source,
-                cute.arch.map_dsmem_ptr(self.channels.ds.barrier(number), self.half),
-                WARP * LINE,
-            )
+            barrier = self.channels.ds.barrier(number)
+            clusters.send(source, target, barrier, WARP * LINE, self.half)
 
 
 @dataclass(frozen=True)
@@ -512,13 +499,13 @@ class FoldedScores:
         )
 
     def keep_p(self, words: cute.Tensor) -> None:
-        _write_line(self.p_line, words, SHORT_VECTORS)
+        _write_line(self.p_line, words)
 
     @cute.jit
     def keep_ds(self, words: cute.Tensor):
-        _write_line(self.ds_line, words, SHORT_VECTORS)
+        _write_line(self.ds_line, words)
         if self.dq_rank == self.traits.group.rank():
-            _write_line(self.dq_line, words, SHORT_VECTORS)
+            _write_line(self.dq_line, words)
 
     @cute.jit
     def send(self, number: Int32):
@@ -534,19 +521,14 @@ class FoldedScores:
                     cute.make_ptr(Int32, x, cutlass.AddressSpace.smem, assumed_align=VECTOR)
                     for x in (self.ds_line, self.dq_line)
                 )
-                primitives.cp_async_bulk_shared_cluster_shared_cta(
-                    cute.arch.map_dsmem_ptr(target, self.dq_rank),
-                    source,
-                    cute.arch.map_dsmem_ptr(ds.barrier(number), self.dq_rank),
-                    WARP * SHORT_LINE,
-                )
+                barrier = ds.barrier(number)
+                clusters.send(source, target, barrier, WARP * SHORT_LINE, self.dq_rank)
 
 
-def _write_line(line: Int32, words: cute.Tensor, count: int) -> None:
-    """Write words to a line, whose vectors an exclusive or of their numbers swizzles."""
+def _write_line(line: Int32, words: cute.Tensor, first: int = 0) -> None:
+    """Write words to a line, from a byte on. An exclusive or with the byte of a vector swizzles."""
     parts = cute.flat_divide(words, (VECTOR // 4,))
-    for i in range(count):
-        place = cute.make_ptr(
-            Int32, line ^ (i * VECTOR), cutlass.AddressSpace.smem, assumed_align=VECTOR
-        )
+    for i in range(cute.size(parts, mode=[1])):
+        address = line ^ (first + i * VECTOR)
+        place = cute.make_ptr(Int32, address, cutlass.AddressSpace.smem, assumed_align=VECTOR)
         cute.autovec_copy(parts[None, i], cute.make_tensor(place, cute.make_layout(VECTOR // 4)))

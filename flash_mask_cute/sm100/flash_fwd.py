@@ -53,7 +53,7 @@ from cutlass.cute.nvgpu import cpasync
 from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import check_can_run, thread_in_warpgroup
+from flash_mask_cute.core.cta import check_can_run, thread_in_warpgroup, traits_of
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.operand_loads import Buffer, OperandLoads
 from flash_mask_cute.core.packed_heads import padded_group
@@ -164,19 +164,13 @@ class FlashAttentionForwardSm100:
     shares_mask: bool = False
 
     def __post_init__(self) -> None:
-        self.traits = FwdTraits(
-            self.dtype,
-            self.head_dim,
-            self.head_dim if self.head_dim_v is None else self.head_dim_v,
-            self.tile_m,
-            self.tile_n,
+        self.traits = traits_of(
+            self,
+            FwdTraits,
+            head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
             packed_heads=padded_group(self.qhead_per_kvhead) if self.pack_gqa else 1,
-            stages_kv=self.num_stages,
-            stages_q=self.stages_q,
-            share_qo=self.share_qo,
-            cta_pair=self.cta_pair,
             heads_there=self.qhead_per_kvhead if self.pack_gqa else None,
-            page_box=self.page_box,
+            stages_kv=self.num_stages,
         )
         if self.cta_pair and (self.split is not None or self.page_box is not None):
             raise NotImplementedError("pairs of CTAs have no split and no page_box")

@@ -165,11 +165,6 @@ def smem_operand_b(mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
     return mma.make_fragment_B(mma.get_slice(0).partition_B(smem))
 
 
-def transposed(smem: cute.Tensor) -> cute.Tensor:
-    """The (cols, rows, stages) view of a (rows, cols, stages) tensor."""
-    return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
-
-
 @cute.jit
 def issue_parts(
     tiled_mma: cute.TiledMma,

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flash_mask_cute.core.cta import thread_in_warpgroup
+from flash_mask_cute.core.cta import thread_in_warpgroup, transposed
 from flash_mask_cute.core.marked_rows import clear_row
 from flash_mask_cute.core.row_blocks import MARKS_PER_WORD
 from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
@@ -19,7 +19,7 @@ from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.mask_rules import WindowArgs
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
-from flash_mask_cute.sm90.warpgroups import Role
+from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx, store_rows
 
 
 class BlockTraits(Protocol):
@@ -128,6 +128,14 @@ def differentiate(
                 grads.append(grad)
             for kept, pair in zip(words, (probs, grads), strict=True):
                 wgmma.keep_pair(kept, traits.dtype, r, 2 * g, *pair)
+
+
+def store_grads(traits: Any, smem: cute.Tensor, words: cute.Tensor, block: int = 0) -> None:
+    """Write dS^T of a block in (queries, 64 keys, warpgroups), a query's keys contiguous."""
+    values = wgmma.rounded_values(words, traits.dtype)
+    by_keys = transposed(smem)[None, None, mma_warpgroup_idx()]
+    tile = cute.local_tile(by_keys, (wgmma.ROWS_PER_WARPGROUP, traits.block_m), (0, block))
+    store_rows(values, traits.mma_words(traits.block_m), tile, transposes=True)
 
 
 @cute.jit

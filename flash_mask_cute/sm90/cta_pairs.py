@@ -12,14 +12,17 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.experimental import primitives
 
 from flash_mask_cute.core.channel import Channel
+<<<<<<< HEAD
 from flash_mask_cute.core.clusters import CTAS, peer
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 
 # 32-bit words that a thread sends at once
 VECTOR = 4
+=======
+from flash_mask_cute.core.clusters import CTAS, peer, send
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,7 @@ class PeerGrads:
         with cute.arch.elect_one():
             barrier = self.channel.barrier(block)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.num_bytes)
-            primitives.cp_async_bulk_shared_cluster_shared_cta(
-                cute.arch.map_dsmem_ptr(self.received, peer()),
-                self.own,
-                cute.arch.map_dsmem_ptr(barrier, peer()),
-                self.num_bytes,
-            )
+            send(self.own, self.received, barrier, self.num_bytes, peer())
 
     def wait(self, block: Int32) -> None:
         """Wait until the peer's dS of query `block` is here."""

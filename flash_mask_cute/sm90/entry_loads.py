@@ -31,6 +31,18 @@ class HeadColumns:
         return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
 
 
+def stages_in(room: int, for_s: int, for_dp: int, most: int) -> tuple[int, int]:
+    """Stages of operands of S, and of dP, of so many bytes each: as many as there is room for, of
+    those of dP at most one less; 0: none."""
+    fitting = (
+        (a, b)
+        for a in range(most, 0, -1)
+        for b in (a, a - 1)
+        if b > 0 and a * for_s + b * for_dp <= room
+    )
+    return next(fitting, (0, 0))
+
+
 class EntrySources(NamedTuple):
     """first, second: of two operands each that are loaded together, the TMA atom with its
     ((head, row), d, batch) tensor, as (atom, tensor, atom, tensor). stats: the statistics (heads,

@@ -11,9 +11,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
 from flash_mask_cute.mods.calling import call_score_mod
 from flash_mask_cute.mods.derivative import differentiate
+from flash_mask_cute.sm90 import wgmma
 
 
 class Places(NamedTuple):
@@ -24,6 +26,19 @@ class Places(NamedTuple):
     head_idx: Int32
     seqlen_q: Int32
     seqlen_k: Int32
+
+    @staticmethod
+    def create(
+        first_query: Int32, first_key: Int32, head_idx: Int32, seqlen_q: Int32, seqlen_k: Int32
+    ) -> "Places":
+        """Of this thread's accumulator, keys as rows and queries as columns, from these on."""
+        thread = thread_in_warpgroup()
+
+        def of(r: int, c: int) -> tuple[Int32, Int32]:
+            q_idx = first_query + wgmma.first_col_of(thread) + wgmma.col_offset(c)
+            return q_idx, first_key + wgmma.row_of(thread, r)
+
+        return Places(of, head_idx, seqlen_q, seqlen_k)
 
     def exists(self, r: int, c: int) -> Boolean:
         q_idx, k_idx = self.of(r, c)

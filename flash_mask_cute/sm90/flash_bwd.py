@@ -54,7 +54,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from flash_mask_cute.core import clusters, tma
-from flash_mask_cute.core.cta import WALK_STAGES, check_can_run
+from flash_mask_cute.core.cta import WALK_STAGES, check_can_run, traits_of
 from flash_mask_cute.core.dq_sums import Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
@@ -195,6 +195,7 @@ class FlashAttentionBackwardSm90:
     def __post_init__(self) -> None:
         score_mod, clears_dq = self.score_mod, self.clears_dq
         summed = getattr(score_mod, "summed", ())
+<<<<<<< HEAD
         self.traits = self.traits_class(
             self.dtype,
             self.head_dim,
@@ -204,14 +205,16 @@ class FlashAttentionBackwardSm90:
             self.value_cols,
             self.cta_pair,
             self.splits_keys,
+=======
+        self.traits = traits_of(
+            self,
+            BwdTraits,
+            head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
+>>>>>>> main
             has_marks=self.may_empty_rows,
             has_reference=score_mod is not None,
-            packed_heads=self.packed_heads,
-            group_size=self.group_size,
-            shares_tile=self.shares_tile,
             sums_of_warp=sum(x.mma_words for x in summed),
             sums_of_mask_warp=sum(x.mask_words for x in summed),
-            lists_per_warpgroup=self.lists_per_warpgroup,
         )
         if self.lists_per_warpgroup and not (self.mask_mod is score_mod is None):
             mods = f"{self.mask_mod} and {score_mod}"

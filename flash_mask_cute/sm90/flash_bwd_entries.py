@@ -29,7 +29,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup, transposed
 from flash_mask_cute.core.row_blocks import MARKS_PER_WORD, marks_of
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.rules.mask_rules import WindowArgs
@@ -43,6 +43,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     keys_exist,
     mma_warp,
     statistic,
+    store_grads,
 )
 from flash_mask_cute.sm90.entry_loads import EntryOutputs, EntrySources
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
@@ -57,7 +58,6 @@ from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    store_rows,
     sync_warpgroup,
 )
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
@@ -354,7 +354,7 @@ class EntryBackwardSm90:
                 score_args.scales, (acc_S, acc_dP, *totals[turn : turn + traits.sums]),
                 (probs, grads),
             )  # fmt: skip
-            self._store_grads(tiles.ds, grads)
+            store_grads(traits, tiles.ds, grads)
             self._free_sums()
             cute.arch.fence_proxy("async.shared", space="cta")
             sync_warpgroup(Barrier.OWN)
@@ -390,14 +390,14 @@ class EntryBackwardSm90:
         """Start adding to dV or dK; words: P or dS."""
         mma = self.traits.mma_words(wgmma.num_cols(acc))
         operand = wgmma.words_as_operand_a(words, self.traits.dtype)
-        rows = wgmma.operand_b(mma, wgmma.transposed(smem))[None, None, None, stage]
+        rows = wgmma.operand_b(mma, transposed(smem))[None, None, None, stage]
         wgmma.issue(mma, acc, operand, rows, adds)
 
     def _dq(self, tiles: EntryTiles, unit: Int32) -> cute.Tensor:
         """Start dQ of a block."""
         mma, acc = self.traits.mma_dq(), wgmma.make_accumulator(self.traits.cols[0])
         a = wgmma.operand_a(mma, tiles.ds)[None, None, None, mma_warpgroup_idx()]
-        b = wgmma.operand_b(mma, wgmma.transposed(tiles.k))[None, None, None, unit]
+        b = wgmma.operand_b(mma, transposed(tiles.k))[None, None, None, unit]
         wgmma.issue(mma, acc, a, b, False)
         return acc
 
@@ -417,15 +417,10 @@ class EntryBackwardSm90:
 
     def _places(self, stretch: Stretch, extents: EntryExtents, turn: int) -> Places:
         """Of this warpgroup's block of a turn."""
-        thread = thread_in_warpgroup()
         slot = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
         first = self._block(stretch, slot) * self.traits.block_m
-
-        def of(r: int, c: int) -> tuple[Int32, Int32]:
-            query = first + wgmma.first_col_of(thread) + wgmma.col_offset(c)
-            return query, stretch.n_tile * ROWS_PER_WARPGROUP + wgmma.row_of(thread, r)
-
-        return Places(of, stretch.head_idx, extents.seqlen_q, extents.seqlen_k)
+        first_key = stretch.n_tile * ROWS_PER_WARPGROUP
+        return Places.create(first, first_key, stretch.head_idx, *extents[:2])
 
     def _added(self, tiles: EntryTiles, turn: int) -> cute.Tensor:
         """Shared memory for what is added to this thread's scores in its block of a turn."""
@@ -437,13 +432,6 @@ class EntryBackwardSm90:
     def _statistics(self, tiles: EntryTiles, stage: Int32) -> tuple[cute.Tensor, ...]:
         size, base = self.traits.block_m, tiles.stats[None, stage].iterator
         return tuple(statistic(base + i * size, size) for i in range(self.traits.num_stats))
-
-    def _store_grads(self, smem: cute.Tensor, words: cute.Tensor) -> None:
-        """Write dS^T of a block, with the keys of a query contiguous."""
-        traits = self.traits
-        values = wgmma.rounded_values(words, traits.dtype)
-        by_keys = wgmma.transposed(smem)[None, None, mma_warpgroup_idx()]
-        store_rows(values, traits.mma_words(traits.block_m), by_keys, transposes=True)
 
     # -- sums -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core import clusters
+from flash_mask_cute.core.cta import transposed
 from flash_mask_cute.core.row_blocks import ColumnPart
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits
@@ -58,7 +59,7 @@ def _of_columns(
     """This warpgroup's columns of parts as operands B. skipped: columns before the start."""
     operands = []
     for first, width, sharers in parts:
-        part = wgmma.transposed(smem)
+        part = transposed(smem)
         all_columns = cute.size(part, mode=[0])
         if traits.splits_keys and sharers == 1:
             # the first ones; the product alone decides how many

@@ -28,7 +28,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup, transposed
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.marked_rows import any_mark, clear_row, is_marked
 from flash_mask_cute.core.query_loads import QUERY_WORDS
@@ -676,7 +676,7 @@ class BlockScores:
         load_rows(self._grads_by_keys(unit), self._exchange_mma(), operand, transposes=True)
 
     def _grads_by_keys(self, unit: Int32) -> cute.Tensor:
-        return wgmma.transposed(self.tiles.ds)[None, None, unit]
+        return transposed(self.tiles.ds)[None, None, unit]
 
     def _exchange_mma(self) -> cute.TiledMma:
         """A product whose accumulator and operand A have the order of 64 keys by 64 queries."""

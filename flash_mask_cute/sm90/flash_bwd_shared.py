@@ -46,11 +46,11 @@ from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.storage import barriers, elements, floats
 from flash_mask_cute.core.tile_state import PARTIAL, has_visible
 from flash_mask_cute.rules import bit_tile
-from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.bit_tile import ALL, HALF_WORD
 from flash_mask_cute.rules.mask_rules import MaskBitsArgs, WindowArgs
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.entry_loads import EntrySources, HeadColumns, load_words
+from flash_mask_cute.sm90.cached_bias_tile import band_of, statistic
+from flash_mask_cute.sm90.entry_loads import EntrySources, HeadColumns, load_words, stages_in
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
@@ -95,16 +95,10 @@ class SharedTraits(HeadColumns):
 
     @property
     def stages(self) -> tuple[int, int]:
-        """Of the operands of S, and of those of dP: as many as there is room for."""
+        """Of the operands of S, and of those of dP."""
         for_s, for_dp = (BOXES * size for size in self.box_bytes)
         room = SMEM_CAPACITY - SMEM_BOOKKEEPING - MOST_STAGES * self.bytes_stats
-        fitting = (
-            (a, b)
-            for a in range(MOST_STAGES, 0, -1)
-            for b in (a, a - 1)
-            if b > 0 and a * for_s + b * for_dp <= room
-        )
-        return next(fitting, (0, 0))
+        return stages_in(room, for_s, for_dp, MOST_STAGES)
 
     @property
     def fits(self) -> bool:
@@ -166,12 +160,7 @@ class SharedSmem(NamedTuple):
     stats: cute.Tensor
 
 
-class _Masks(NamedTuple):
-    window: WindowArgs
-    mask_bits: MaskBitsArgs | None
-
-
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class SharedGradientsSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 
@@ -284,8 +273,8 @@ class SharedGradientsSm90:
                 self.load(part, sources, extents, tiles, channels)
         else:
             cute.arch.setmaxregister_increase(MMA_REGISTERS)
-            masks = _Masks(window, mask_bits)
-            self.mma(part, extents, tiles, channels, sums, aux_tensors, scales, masks)
+            of_scores = scales, window, mask_bits
+            self.mma(part, extents, tiles, channels, sums, aux_tensors, *of_scores)
 
     @cute.jit
     def _part(self, extents: SharedExtents, window: WindowArgs) -> SharedPart:
@@ -298,16 +287,12 @@ class SharedGradientsSm90:
         first = cutlass.min(number * of_part, extents.batch)
         count = cutlass.min(of_part, extents.batch - first)
         if const_expr(self.is_causal or self.is_local):
-            band = self._band(extents, window)
+            band = band_of(window, self.is_causal, *extents[:2])
             lo, _ = band.k_range(m_tile * TILE)
             _, hi = band.k_range(cutlass.min((m_tile + 1) * TILE, extents.seqlen_q) - 1)
             sees = (lo < (n_tile + 1) * TILE) & (hi > n_tile * TILE)
             count = cutlass.select_(sees, count, Int32(0))
         return SharedPart(number, head_idx, m_tile, n_tile, first, count)
-
-    def _band(self, extents: SharedExtents, window: WindowArgs) -> Band:
-        right = Int32(0) if self.is_causal else window.right
-        return Band(extents.seqlen_q, extents.seqlen_k, window.left, right)
 
     # -- load -----------------------------------------------------------------------------------
 
@@ -394,10 +379,10 @@ class SharedGradientsSm90:
         sums: tuple,
         aux_tensors: tuple,
         scales: ScoreScales,
-        masks: _Masks,
+        window: WindowArgs,
+        mask_bits: MaskBitsArgs | None,
     ):
         """MMA warpgroup: 64 keys of the tile."""
-        window, mask_bits = masks
         mma, (for_s, for_dp) = self.traits.mma(), channels
         operands = tuple(
             (wgmma.operand_a(mma, x), wgmma.operand_b(mma, x)) for x in (tiles.s, tiles.dp)
@@ -457,7 +442,8 @@ class SharedGradientsSm90:
         scores, grads, shifts, sums = (wgmma.rows_by_cols(x) for x in (acc_S, acc_dP, added, total))
         if const_expr(self.traits.has_marks):
             self._clear_marked(half, stats, scores, grads)
-        statistics = [self._statistic(stats, i) for i in range(STATS)]
+        size = ROWS_PER_WARPGROUP
+        statistics = [statistic(stats.iterator + i * size, size) for i in range(STATS)]
         for first in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
             # loaded pair by pair: all would take 48 registers
             lse, delta, reference = (x[None, first // 2].load() for x in statistics)
@@ -473,12 +459,6 @@ class SharedGradientsSm90:
                         # what is hidden may be anything, and 0 times NaN is NaN
                         more = cutlass.select_(bit_tile.is_set(bits[r], c), more, sums[r, c])
                     sums[r, c] = more
-
-    def _statistic(self, stats: cute.Tensor, i: int) -> cute.Tensor:
-        """A statistic of the queries of a thread's columns, in pairs."""
-        first = i * ROWS_PER_WARPGROUP + wgmma.first_col_of(thread_in_warpgroup())
-        layout = cute.make_layout((2, ROWS_PER_WARPGROUP // 8), stride=(1, 8))
-        return cute.make_tensor((stats.iterator + first).align(8), layout)
 
     @cute.jit
     def _clear_marked(
@@ -552,7 +532,8 @@ class SharedGradientsSm90:
             for r in range(wgmma.ROWS_PER_THREAD):
                 bits = Int32(ALL)
                 if self.is_causal or self.is_local:
-                    lo, hi = self._band(extents, window).q_range(self._key(part, r))
+                    band = band_of(window, self.is_causal, *extents[:2])
+                    lo, hi = band.q_range(self._key(part, r))
                     first = part.m_tile * TILE + half * ROWS_PER_WARPGROUP
                     ends = (wgmma.COLUMNS.count_below(word, x - first) for x in (lo, hi))
                     bits = bit_tile.bits_of(tuple(ends))

@@ -34,7 +34,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
+from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup, transposed
 from flash_mask_cute.core.marked_rows import clear_row
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.warp_scan import WARP
@@ -49,6 +49,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     keys_exist,
     mma_warp,
     statistic,
+    store_grads,
 )
 from flash_mask_cute.sm90.entry_loads import EntryOutputs, EntrySources, load_words
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
@@ -62,7 +63,6 @@ from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     Role,
     mma_warpgroup_idx,
-    store_rows,
     sync_warpgroup,
 )
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
@@ -293,7 +293,7 @@ class ShortBackwardSm90:
         exist = keys_exist(group * ROWS_PER_WARPGROUP, extents.seqlen_k)
         mma_scores, mma_dv = traits.mma_scores(), traits.mma_words(traits.cols[1])
         keys, values = (wgmma.operand_a(mma_scores, x) for x in (tiles.k, tiles.v))
-        do_by_cols = wgmma.operand_b(mma_dv, wgmma.transposed(tiles.do))
+        do_by_cols = wgmma.operand_b(mma_dv, transposed(tiles.do))
         # sums of dS over entries, of each block
         totals = [
             wgmma.make_accumulator(traits.block_m) for _ in range(traits.num_blocks * traits.sums)
@@ -322,7 +322,7 @@ class ShortBackwardSm90:
                         traits, self._statistics(tiles, stage, b), self._added(tiles, b), exist,
                         score_args.scales, accs, (probs, grads),
                     )  # fmt: skip
-                    self._store_grads(b, tiles.ds, grads)
+                    store_grads(traits, tiles.ds, grads, b)
                 operand = wgmma.words_as_operand_a(probs, traits.dtype)
                 first_step = b * traits.block_m // 16
                 dO = do_by_cols[None, None, None, dp_stage]
@@ -399,13 +399,8 @@ class ShortBackwardSm90:
 
     def _places(self, part: ShortPart, extents: ShortExtents, b: int) -> Places:
         """Of a block of queries."""
-        thread = thread_in_warpgroup()
-
-        def of(r: int, c: int) -> tuple[Int32, Int32]:
-            query = b * self.traits.block_m + wgmma.first_col_of(thread) + wgmma.col_offset(c)
-            return query, mma_warpgroup_idx() * ROWS_PER_WARPGROUP + wgmma.row_of(thread, r)
-
-        return Places(of, part.head_idx, extents.seqlen_q, extents.seqlen_k)
+        first_key = mma_warpgroup_idx() * ROWS_PER_WARPGROUP
+        return Places.create(b * self.traits.block_m, first_key, part.head_idx, *extents[:2])
 
     def _added(self, tiles: ShortTiles, b: int) -> cute.Tensor | None:
         """Shared memory for what is added to scores of this thread in a block."""
@@ -431,14 +426,6 @@ class ShortBackwardSm90:
         starts = (i * traits.stats_rows + b * traits.block_m for i in range(traits.num_stats))
         return tuple(statistic(base + start, traits.block_m) for start in starts)
 
-    def _store_grads(self, b: int, smem: cute.Tensor, words: cute.Tensor) -> None:
-        """Write dS^T of a block, with the keys of a query contiguous."""
-        traits = self.traits
-        values = wgmma.rounded_values(words, traits.dtype)
-        by_keys = wgmma.transposed(smem)[None, None, mma_warpgroup_idx()]
-        block = cute.local_tile(by_keys, (ROWS_PER_WARPGROUP, traits.block_m), (0, b))
-        store_rows(values, traits.mma_words(traits.block_m), block, transposes=True)
-
     # -- sums -----------------------------------------------------------------------------------
 
     def _row_groups(self) -> list[Int32]:
@@ -450,9 +437,9 @@ class ShortBackwardSm90:
         """dK of this warpgroup's keys, and dQ of its groups of queries, or of the last group."""
         traits = self.traits
         mma_dk, mma_dq = traits.mma_dk(), traits.mma_dq()
-        by_keys = wgmma.operand_a(mma_dk, wgmma.transposed(tiles.ds))
-        q_by_cols = wgmma.operand_b(mma_dk, wgmma.transposed(tiles.q))
-        k_by_cols = wgmma.operand_b(mma_dq, wgmma.transposed(tiles.k))
+        by_keys = wgmma.operand_a(mma_dk, transposed(tiles.ds))
+        q_by_cols = wgmma.operand_b(mma_dk, transposed(tiles.q))
+        k_by_cols = wgmma.operand_b(mma_dq, transposed(tiles.k))
         acc_dK, accs_dQ = wgmma.make_accumulator(traits.cols[0]), []
         own = by_keys[None, None, None, mma_warpgroup_idx()]
         queries = q_by_cols[None, None, None, stage]

@@ -17,7 +17,7 @@ from flash_mask_cute.core.cta import (
 )
 from flash_mask_cute.core.row_blocks import mark_words
 from flash_mask_cute.core.storage import barriers, elements, floats
-from flash_mask_cute.sm90.entry_loads import HeadColumns
+from flash_mask_cute.sm90.entry_loads import HeadColumns, stages_in
 from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, SMEM_BOOKKEEPING
 from flash_mask_cute.sm90.wgmma import MN, REGISTERS, ROWS_PER_WARPGROUP, make_mma, rows_layout
 
@@ -182,17 +182,10 @@ class ShortTraits(HeadColumns):
 
     @property
     def stages(self) -> tuple[int, int]:
-        """Of Q and K, and of dO and V: as many as there is room for; 0: none."""
+        """Of Q and K, and of dO and V."""
         capacity = SMEM_CAPACITY if self.ctas_of_sm == 1 else SMEM_OF_SHARER
         room = capacity - self._bytes_without_operands
-        for_s, for_dp = self.bytes_of_operands
-        fitting = (
-            (a, b)
-            for a in range(MOST_STAGES, 0, -1)
-            for b in (a, a - 1)
-            if b > 0 and a * for_s + b * for_dp <= room
-        )
-        return next(fitting, (0, 0))
+        return stages_in(room, *self.bytes_of_operands, MOST_STAGES)
 
     @property
     def _bytes_without_operands(self) -> int:

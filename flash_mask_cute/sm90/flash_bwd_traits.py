@@ -619,6 +619,9 @@ class BwdTraits(ListedQueryTraits):
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)
 
+        places = storage.grads_barriers, storage.ds, storage.peer_ds
+        of_grads = (x.data_ptr() for x in places)
+        of_claims = (x.data_ptr() for x in (storage.claims_barriers, storage.claim))
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
@@ -629,18 +632,6 @@ class BwdTraits(ListedQueryTraits):
             summed=channel(*of_sums) if self.sums_of_mask_warp > 0 else None,
             ring=ring,
             walk=walk,
-            grads=self._peer_grads(storage) if self.cta_pair else None,
-            claims=self._claims(storage) if self.cta_pair else None,
+            grads=PeerGrads.create(*of_grads, self.bytes_ds, mma_warps) if self.cta_pair else None,
+            claims=Claims.create(*of_claims) if self.cta_pair else None,
         )
-
-    def _peer_grads(self, storage: Any) -> PeerGrads:
-        return PeerGrads.create(
-            storage.grads_barriers.data_ptr(),
-            storage.ds.data_ptr(),
-            storage.peer_ds.data_ptr(),
-            self.bytes_ds,
-            self.num_mma_warps,
-        )
-
-    def _claims(self, storage: Any) -> Claims:
-        return Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())

@@ -63,6 +63,7 @@ from flash_mask_cute.core.cta import (
     clear,
     scheduler_rings,
     swizzled,
+    traits_of,
 )
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, ORDERED
 from flash_mask_cute.core.lengths import Lengths, LseTensors
@@ -199,23 +200,13 @@ class FlashAttentionForwardSm90:
     query_loaders = 1
 
     def __post_init__(self) -> None:
-        traits = self.traits_type(
-            self.dtype,
-            self.head_dim,
-            self.head_dim if self.head_dim_v is None else self.head_dim_v,
-            self.tile_m,
-            self.tile_n,
+        traits = traits_of(
+            self,
+            self.traits_type,
+            head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
             packed_heads=padded_group(self.qhead_per_kvhead) if self.pack_gqa else 1,
-            stages_kv=self.num_stages,
-            stages_q=self.stages_q,
-            share_qo=self.share_qo,
-            cta_pair=self.cta_pair,
             heads_there=self.qhead_per_kvhead if self.pack_gqa else None,
-            page_box=self.page_box,
-            in_fp8=self.in_fp8,
-            few_rows=self.few_rows,
-            lists_per_warpgroup=self.lists_per_warpgroup,
-            cached_bias_bits=self.cached_bias_bits,
+            stages_kv=self.num_stages,
         )
         if self.lists_per_warpgroup and not (self.mask_mod is self.score_mod is None):
             mods = f"{self.mask_mod} and {self.score_mod}"

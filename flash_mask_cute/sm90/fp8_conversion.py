@@ -24,6 +24,7 @@ from flash_mask_cute.core.cta import (
     THREADS_PER_WARPGROUP,
     WARPS_PER_WARPGROUP,
     thread_in_warpgroup,
+    transposed,
 )
 from flash_mask_cute.core.fp8_codes import CODES, numbers_of
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT, Buffer, HeadKeys
@@ -209,7 +210,7 @@ class Conversion:
         if self.of_keys:
             return self.codes.k.smem, self.to.smem
         # (d_v, keys) to products
-        return _transposed(self.codes.v.smem), _transposed(self.to.smem)
+        return transposed(self.codes.v.smem), transposed(self.to.smem)
 
     @property
     def _units_of_row(self) -> int:
@@ -323,7 +324,3 @@ def _pointer(smem: cute.Tensor, row: Int32, column: Int32) -> cute.Pointer:
     turned = ((1 << swizzle.num_bits) - 1) << swizzle.num_base
     address = address ^ ((address >> swizzle.num_shift) & turned)
     return cute.make_ptr(dtype, address, space, assumed_align=UNIT * dtype.width // 8)
-
-
-def _transposed(smem: cute.Tensor) -> cute.Tensor:
-    return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from flash_mask_cute.core.cta import transposed
 from flash_mask_cute.core.softmax import round_pair
 from flash_mask_cute.rules import bit_tile
 
@@ -178,11 +179,6 @@ def columns_as_rows(smem: cute.Tensor, first: Int32 | int, width: int) -> cute.T
     view = cute.domain_offset((first, 0, 0), transposed(smem))
     rows, stages = (cute.size(view, mode=[mode]) for mode in (1, 2))
     return cute.composition(view, tuple(cute.make_layout(n) for n in (width, rows, stages)))
-
-
-def transposed(smem: cute.Tensor) -> cute.Tensor:
-    """The (cols, rows, stages) view of a (rows, cols, stages) tensor."""
-    return cute.make_tensor(smem.iterator, cute.select(smem.layout, [1, 0, 2]))
 
 
 def as_operand_a(values: cute.Tensor) -> cute.Tensor:

@@ -14,7 +14,8 @@ from simulated_forward import run_on_simulator
 
 from flash_mask_cute import SelectedBlocks
 from flash_mask_cute.call import fp8 as widen
-from flash_mask_cute.call.fp8 import DequantiseFacts, compile_dequantise
+from flash_mask_cute.call.fp8 import KERNEL_NAME, DequantiseFacts, build_dequantise
+from flash_mask_cute.runtime.compiler import by_facts
 from flash_mask_cute.runtime.target import Target
 
 ARCH = "sm_90a"
@@ -80,7 +81,7 @@ def test_a_grid_of_many_sequences(simulator: ModuleType, monkeypatch: pytest.Mon
     """All dimensions of a grid but the first one end at 65535."""
     batch, dim, launches = 65536, 16, []
     facts = DequantiseFacts("bfloat16", (dim, dim), False, False, (None, None))
-    function = compile_dequantise(facts, Target.named(ARCH)).function
+    function = by_facts(KERNEL_NAME, facts, build_dequantise, Target.named(ARCH)).function
     monkeypatch.setattr(simulator, "simulate", lambda found, *_, **__: launches.extend(found))
     codes, wide = (torch.empty(batch, 1, 1, dim, dtype=x) for x in (torch.uint8, torch.bfloat16))
     function(codes, codes, wide, wide, None, None, None, None)

@@ -26,9 +26,9 @@ from split_cases import SplitCase
 from torch import Tensor
 
 from flash_mask_cute.call import prepare
-from flash_mask_cute.call.fixed_splits import ParallelSplits
 from flash_mask_cute.call.forward import compile_fwd
 from flash_mask_cute.call.prepare import prepared_fwd
+from flash_mask_cute.call.splits import CombinedForward
 from flash_mask_cute.call.tiles.rows import FwdRow
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
 from flash_mask_cute.runtime.cache import CompileCache
@@ -248,13 +248,13 @@ def _uncut_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _last_split_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = ParallelSplits.__call__
+    reduce = CombinedForward.__call__
 
-    def backwards(self: ParallelSplits, partials: tuple[Any, ...], *others: Any) -> None:
+    def backwards(self: CombinedForward, partials: tuple[Any, ...], *others: Any) -> None:
         out, lse, *rest = partials
         reduce(self, (out.flip(0), lse.flip(0), *rest), *others)
 
-    monkeypatch.setattr(ParallelSplits, "__call__", backwards)
+    monkeypatch.setattr(CombinedForward, "__call__", backwards)
 
 
 def test_a_planted_order_of_blocks_is_found(

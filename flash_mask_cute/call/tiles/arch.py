@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flash_mask_cute.call.problem import AttentionProblem
@@ -21,6 +21,7 @@ from flash_mask_cute.call.tiles.tables import (
     SM103_FWD,
 )
 from flash_mask_cute.limits import MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM
+from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import Target
 
 DqOrder: TypeAlias = Literal["accumulators", "lanes"]
@@ -39,6 +40,22 @@ class AttentionKernel:
     cache_name: str
     load_class: Callable[[], Any]
     load_traits: Callable[[], Any]
+
+    @tells_what_to_install()
+    def traits(self, head_dim: int, head_dim_v: int, tiles: Any, **more: Any) -> Any:
+        """The traits for tiles (`FwdTiles`, `BwdTiles`): their fields of the same names, and more.
+        The dtype, of 16 bits, does not matter here."""
+        from cutlass import BFloat16  # here: a package import must not wait for the compiler's
+
+        kind = self.load_traits()
+        same = {x.name for x in fields(kind)} & asdict(tiles).keys()
+        by_name = {name: getattr(tiles, name) for name in same}
+        return kind(BFloat16, head_dim=head_dim, head_dim_v=head_dim_v, **by_name, **more)
+
+    def options(self, tiles: Any) -> dict[str, Any]:
+        """The fields of tiles that the kernel's class takes; others are for other architectures."""
+        names = {x.name for x in fields(self.load_class())}
+        return {name: value for name, value in asdict(tiles).items() if name in names}
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,10 @@ class EntryKernels(NamedTuple):
     entries: Any
 
 
+def _absent() -> Any:
+    raise NotImplementedError("the architecture does not have these kernels")
+
+
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
     """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
@@ -86,9 +107,14 @@ class BackwardKernel(AttentionKernel):
     summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
     where they come first. gathers_queries: it takes each query's selection of key blocks as query
     lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
+<<<<<<< HEAD
     load_limits: loads the module with the limits of its threads and shared memory.
     load_entry_kernels, load_entry_traits: load `EntryKernels`. load_wide: loads the class for heads
     above MAX_HEAD_DIM. None: it has no such limits or kernels."""
+=======
+    has_limits: limits loads the module with the limits of its threads and shared memory.
+    has_entry_kernels: entry_kernels and entry_traits load `EntryKernels`."""
+>>>>>>> main
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -98,6 +124,7 @@ class BackwardKernel(AttentionKernel):
     pairs_take_turns: bool
     gathers_queries: bool = False
     has_lists_per_warpgroup: bool = False
+<<<<<<< HEAD
     load_limits: Callable[[], Any] | None = None
     load_entry_kernels: Callable[[], EntryKernels] | None = None
     load_entry_traits: Callable[[], EntryKernels] | None = None
@@ -117,6 +144,13 @@ class BackwardKernel(AttentionKernel):
         """As `load_entry_traits`, of a kernel that has them beside it."""
         assert self.load_entry_traits is not None
         return self.load_entry_traits()
+=======
+    has_limits: bool = False
+    has_entry_kernels: bool = False
+    limits: Callable[[], Any] = _absent
+    entry_kernels: Callable[[], EntryKernels] = _absent
+    entry_traits: Callable[[], EntryKernels] = _absent
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -172,14 +206,20 @@ SM90_BACKWARD = BackwardKernel(
     pairs_take_turns=False,
     gathers_queries=True,
     has_lists_per_warpgroup=True,
-    load_limits=_device_code("sm90.flash_bwd_limits"),
-    load_entry_kernels=_entry_kernels(
+    has_limits=True,
+    has_entry_kernels=True,
+    limits=_device_code("sm90.flash_bwd_limits"),
+    entry_kernels=_entry_kernels(
         "sm90.flash_bwd_shared:SharedGradientsSm90",
         "sm90.flash_bwd_short:ShortBackwardSm90",
         "sm90.flash_bwd_entries:EntryBackwardSm90",
     ),
+<<<<<<< HEAD
     load_wide=_device_code("sm90.flash_bwd_wide:WideBackwardSm90"),
     load_entry_traits=_entry_kernels(
+=======
+    entry_traits=_entry_kernels(
+>>>>>>> main
         "sm90.flash_bwd_shared:SharedTraits",
         "sm90.flash_bwd_short_traits:ShortTraits",
         "sm90.flash_bwd_entries_traits:EntryTraits",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, TuningClass
 from flash_mask_cute.call.settings import BwdConfig, FwdConfig, given_fields
@@ -25,8 +25,11 @@ from flash_mask_cute.call.tiles.rows import (
     rows_for,
 )
 from flash_mask_cute.core.packed_heads import padded_group
+<<<<<<< HEAD
 from flash_mask_cute.limits import MAX_HEAD_DIM
 from flash_mask_cute.runtime.packages import tells_what_to_install
+=======
+>>>>>>> main
 from flash_mask_cute.runtime.target import H200_SMS
 
 # fewer queries than this leave most of a tile empty unless heads share it
@@ -53,13 +56,6 @@ class FwdTiles:
     skip_blocks: bool = True
     polynomial: int = 0
 
-    def arguments(self, kernel: ForwardKernel) -> dict[str, Any]:
-        """The fields that a kernel's class takes."""
-        fields = asdict(self)
-        if not kernel.has_polynomial:
-            del fields["polynomial"]
-        return fields
-
     @property
     def cluster_tile_m(self) -> int:
         """Query rows of a work tile, which walk over the keys together."""
@@ -82,6 +78,9 @@ class FwdTiles:
         return rows_nest and keys_nest and not self.nest_in(block_size)
 
 
+_Tiles = TypeVar("_Tiles", bound="FwdTiles | BwdTiles")
+
+
 @dataclass(frozen=True)
 class FwdChoice:
     """The tiles of a problem, the query heads packed into them, and the reason for the choice."""
@@ -93,13 +92,16 @@ class FwdChoice:
 
 
 class WalkFacts(NamedTuple):
-    """Of `CallFacts`, what a forward knows of its walks beside the problem. block_size: that of
-    block lists, which another form of the mask may replace. selected_block: as there."""
+    """Of `CallFacts`, what a call knows of its walks beside the problem: a forward block_size, of
+    block lists, which another form of the mask may replace, decode_rows and selected_block; a
+    backward has_lists and lists_per_warpgroup."""
 
     window: int | None = None
     block_size: tuple[int, int] | None = None
     decode_rows: int | None = None
     selected_block: int = 0
+    has_lists: bool = False
+    lists_per_warpgroup: tuple[int, int] | None = None
 
 
 NO_WALK_FACTS = WalkFacts()
@@ -201,11 +203,10 @@ def _choose_packing(
     return group if pack_gqa else 1
 
 
-def _of_row(row: FwdRow) -> FwdTiles:
-    return FwdTiles(
-        *(row.tile_m, row.tile_n, row.num_stages, row.stages_q, row.share_qo, row.cta_pair),
-        polynomial=row.polynomial,
-    )
+def _of_row(kind: type[_Tiles], row: FwdRow | BwdRow) -> _Tiles:
+    """The tiles of a row, which has fields of the same names."""
+    names = {x.name for x in fields(kind)} & set(row._fields)
+    return kind(**{name: getattr(row, name) for name in names})
 
 
 @functools.lru_cache(maxsize=1024)
@@ -240,7 +241,7 @@ def _candidates(
     row: FwdRow, given: dict[str, Any], keeps_tile_n: bool = False
 ) -> Iterator[FwdTiles]:
     """The row under the override, then smaller ones. keeps_tile_n: do not reduce tile_n."""
-    wanted = replace(_of_row(row), **given)
+    wanted = replace(_of_row(FwdTiles, row), **given)
     queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
     least = wanted.tile_n - 1 if keeps_tile_n else 0
     for tile_n in range(wanted.tile_n, least, -_TILE_N_STEP):
@@ -250,23 +251,16 @@ def _candidates(
                 yield replace(wanted, **smaller)
 
 
-def _explain_choice(row: FwdRow, tiles: FwdTiles, given: dict[str, Any], refusal: str) -> str:
-    changed = _changed(asdict(_of_row(row)), asdict(tiles), given)
-    return _join_reasons(_reason_of(row), given, changed, refusal)
-
-
-def _reason_of(row: FwdRow | BwdRow) -> str:
-    return f"row {describe_conditions(row)}: {row.reason}"
-
-
-def _changed(row: dict[str, Any], tiles: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in tiles.items() if name not in given and value != row[name]
+def _explain_choice(
+    row: FwdRow | BwdRow, tiles: FwdTiles | BwdTiles, given: dict[str, Any], refusal: str
+) -> str:
+    """The row, what the config sets, and what else is not the row's, because of the refusal."""
+    changed = {
+        name: value
+        for name, value in asdict(tiles).items()
+        if name not in given and value != getattr(row, name, value)
     }
-
-
-def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], refusal: str) -> str:
-    parts = [reason]
+    parts = [f"row {describe_conditions(row)}: {row.reason}"]
     if given:
         parts.append("config= sets " + ", ".join(f"{name}={given[name]}" for name in given))
     if changed:
@@ -275,7 +269,6 @@ def _join_reasons(reason: str, given: dict[str, Any], changed: dict[str, Any], r
     return "; ".join(parts)
 
 
-@tells_what_to_install()
 def check_feasible(
     head_dim: int,
     head_dim_v: int,
@@ -284,26 +277,13 @@ def check_feasible(
     more: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[int, str | None]:
     """Shared memory in bytes, and why these tiles cannot run (by the traits). more: see `_fit`."""
-    from cutlass import BFloat16  # here: a package import must not wait for the compiler's
-
     if tiles.polynomial and not kernel.has_polynomial:
         return 0, f"polynomial must be 0 but on Blackwell, got {tiles.polynomial}"
     if tiles.polynomial % POLYNOMIAL_STEP or tiles.polynomial > MOST_POLYNOMIAL:
         steps = f"a multiple of {POLYNOMIAL_STEP} up to {MOST_POLYNOMIAL}"
         return 0, f"polynomial must be {steps}, got {tiles.polynomial}"
-    traits = kernel.load_traits()(
-        BFloat16,
-        head_dim,
-        head_dim_v,
-        tiles.tile_m,
-        tiles.tile_n,
-        packed_heads=1,
-        stages_kv=tiles.num_stages,
-        stages_q=tiles.stages_q,
-        share_qo=tiles.share_qo,
-        cta_pair=tiles.cta_pair,
-        **dict(more),
-    )
+    of_tiles = {"packed_heads": 1, "stages_kv": tiles.num_stages}
+    traits = kernel.traits(head_dim, head_dim_v, tiles, **of_tiles, **dict(more))
     return traits.smem_bytes, traits.infeasible()
 
 
@@ -360,18 +340,6 @@ class BwdChoice:
         return nest and block_size[1] % self.tile_n != 0
 
 
-class BwdWalkFacts(NamedTuple):
-    """What a backward knows of its walks beside its problem's class. window, has_lists,
-    lists_per_warpgroup: see `CallFacts`."""
-
-    window: int | None = None
-    has_lists: bool = False
-    lists_per_warpgroup: tuple[int, int] | None = None
-
-
-NO_BWD_WALK_FACTS = BwdWalkFacts()
-
-
 @functools.lru_cache(maxsize=1024)
 def select_bwd_config(
     head_dim: int,
@@ -383,7 +351,7 @@ def select_bwd_config(
     modifier: str | None = None,
     num_sms: int = H200_SMS,
     kernel: BackwardKernel = SM90_BACKWARD,
-    walk: BwdWalkFacts = NO_BWD_WALK_FACTS,
+    walk: WalkFacts = NO_WALK_FACTS,
     listed_rows: int = 1,
     query_lists: int = 0,
 ) -> BwdChoice:
@@ -432,16 +400,17 @@ def select_bwd_config(
     for row in rows[: len(special) + 1]:
         refusal = ""
         for tiles in _bwd_candidates(row, given):
-            has_score_mod = modifier == "score_mod"
             of_lists = {"packed_heads": listed_rows, "shares_tile": query_lists == 64}
-            traits = _bwd_traits(
-                *(kernel, head_dim, head_dim_v, tiles, has_score_mod),
-                of_lists if query_lists else {},
+            traits = kernel.traits(
+                *(head_dim, head_dim_v, tiles),
+                # tiles are chosen before it is known whether masks may empty rows
+                has_marks=True,
+                has_reference=modifier == "score_mod",
+                **(of_lists if query_lists else {}),
             )
             why_not = traits.infeasible()
             if why_not is None:
-                changed = _changed(asdict(_of_bwd_row(row)), asdict(tiles), given)
-                reason = _join_reasons(_reason_of(row), given, changed, refusal)
+                reason = _explain_choice(row, tiles, given, refusal)
                 sizes = traits.tile_n, traits.cluster_tile_n, traits.tile_d, traits.tile_dv
                 return BwdChoice(tiles, *sizes, traits.smem_bytes, reason)
             refusal = refusal or why_not
@@ -481,15 +450,9 @@ def _why_shared(given: dict[str, Any], modifier: str | None, kernel: BackwardKer
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _of_bwd_row(row: BwdRow) -> BwdTiles:
-    stages = (row.stages_q, row.stages_do, row.stages_kv)
-    more = {name: getattr(row, name) for name in ("clears_dq", "cta_pair", "splits_keys")}
-    return BwdTiles(row.tile_m, *stages, row.value_cols, **more)
-
-
 def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
     """The row under the override, then with no values in registers, then with fewer stages."""
-    wanted = replace(_of_bwd_row(row), **given)
+    wanted = replace(_of_row(BwdTiles, row), **given)
     # the last ones are given up first
     free = [x for x in ("stages_q", "stages_do", "stages_kv") if x not in given]
     kept = (wanted.value_cols,) if "value_cols" in given else (wanted.value_cols, 0)
@@ -497,6 +460,7 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
         fewer: dict[str, Any] = dict(zip(free, stages, strict=True))
         for value_cols in dict.fromkeys(kept):
             yield replace(wanted, value_cols=value_cols, **fewer)
+<<<<<<< HEAD
 
 
 @tells_what_to_install()
@@ -528,3 +492,5 @@ def _bwd_traits(
         has_reference=has_score_mod,
         **of_lists,
     )
+=======
+>>>>>>> main

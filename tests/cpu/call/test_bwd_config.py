@@ -11,7 +11,7 @@ import pytest
 from flash_mask_cute.call.problem import TuningClass
 from flash_mask_cute.call.settings import BwdConfig
 from flash_mask_cute.call.tiles.arch import SM100
-from flash_mask_cute.call.tiles.config import BwdTiles, BwdWalkFacts, select_bwd_config
+from flash_mask_cute.call.tiles.config import BwdTiles, WalkFacts, select_bwd_config
 from flash_mask_cute.call.tiles.tables import SM90_BWD, SM100_BWD
 
 STAGES = ("stages_q", "stages_do", "stages_kv")
@@ -26,7 +26,7 @@ def test_a_row_runs_as_written(row: Any) -> None:
     if row.query_lists:
         more = {"query_lists": row.query_lists, "listed_rows": 16}
     elif row.lists_per_warpgroup:
-        more = {"walk": BwdWalkFacts(has_lists=True, lists_per_warpgroup=(64, 64))}
+        more = {"walk": WalkFacts(has_lists=True, lists_per_warpgroup=(64, 64))}
     choice = select_bwd_config(*dims, kind, seqlen_k=seqlen_k, num_sms=num_sms, **more)
     for field in asdict(choice.tiles).keys() - {"skip_blocks", "splits_group"}:
         assert getattr(choice.tiles, field) == getattr(row, field)
@@ -290,7 +290,7 @@ def test_pairs_of_blackwell() -> None:
         return select_bwd_config(*dims, kind, kernel=SM100.backward, **more).tiles.cta_pair
 
     asks, long = BwdConfig(cta_pair=True), {"seqlen_k": 512}
-    for walk in (BwdWalkFacts(window=511), BwdWalkFacts(has_lists=True)):
+    for walk in (WalkFacts(window=511), WalkFacts(has_lists=True)):
         assert not takes_pairs(128, 128, **long, walk=walk)
         assert takes_pairs(128, 128, override=asks, walk=walk)
         assert takes_pairs(256, 256, walk=walk)

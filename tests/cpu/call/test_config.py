@@ -148,12 +148,12 @@ def test_exponentials_by_polynomial(spec: Any, share: int) -> None:
         override = FwdConfig(polynomial=other)
         choice = select_fwd_config(problem, shapes, override=override, spec=spec)
         assert choice.tiles.polynomial == other
-        assert choice.tiles.arguments(spec.forward)["polynomial"] == other
+        assert spec.forward.options(choice.tiles)["polynomial"] == other
 
 
 def test_a_polynomial_is_refused_on_hopper() -> None:
     problem, shapes = AttentionProblem("bfloat16", 64, 64), FwdShapes(1, 9, 9, 9, 9, 2, 2, 64, 64)
-    assert "polynomial" not in select_fwd_config(problem, shapes).tiles.arguments(SM90.forward)
+    assert "polynomial" not in SM90.forward.options(select_fwd_config(problem, shapes).tiles)
     with pytest.raises(ValueError, match="polynomial must be 0 but on Blackwell, got 8"):
         select_fwd_config(problem, shapes, override=FwdConfig(polynomial=8))
 

@@ -13,7 +13,7 @@ from trained_mods import TRAINED_MODS
 
 from flash_mask_cute import explain
 from flash_mask_cute.call.arguments import Direction
-from flash_mask_cute.call.batch_sums import LEAST_SHORT, build_short, traits_of
+from flash_mask_cute.call.batch_sums import LEAST_SHORT, build_shared_sums, traits_of
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.target import Target
@@ -95,5 +95,5 @@ def test_nothing_is_spilled(fields: dict[str, Any]) -> None:
     assert isinstance(traits, ShortTraits) and traits.num_warpgroups == -(-fields["seqlen_k"] // 64)
     arguments = found.problem, found.bwd_choice, found.shared, found.target
     with compile_lock():
-        compiled = build_short(None, *arguments)
+        compiled = build_shared_sums(None, *arguments)
     assert compiled.meta["spill_bytes"] == 0 and not compiled.meta["warnings"]

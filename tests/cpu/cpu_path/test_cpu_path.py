@@ -108,13 +108,13 @@ def test_only_tiles_that_show_something_are_scored(
     inputs = make_inputs(case)
     pack_gqa = case.group if case.pack_gqa else 1
     visited = []
-    score_tile = forward._score_tile
+    score_tile = forward.score_tile
 
     def counted(q: Tensor, k: Tensor, tile: Tile, *args: Any) -> Tensor:
         visited.append((tile.m_block, tile.n_block))
         return score_tile(q, k, tile, *args)
 
-    monkeypatch.setattr(forward, "_score_tile", counted)
+    monkeypatch.setattr(forward, "score_tile", counted)
     run_cpu_path(inputs, 64, 48, pack_gqa)
     ahead = torch.arange(case.seqlen_k) - torch.arange(case.seqlen_q)[:, None]
     ahead -= case.seqlen_k - case.seqlen_q
