@@ -239,9 +239,7 @@ def build_bwd(
         group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
         by_head = problem.masks_by_head
         of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
-    load_class = backward.load_wide if problem.is_wide else backward.load_class
-    assert load_class is not None
-    kernel = load_class()(
+    kernel = backward.of(problem.head_dim).load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,

@@ -14,15 +14,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.channel import Channel
-<<<<<<< HEAD
-from flash_mask_cute.core.clusters import CTAS, peer
+from flash_mask_cute.core.clusters import CTAS, peer, send
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 
 # 32-bit words that a thread sends at once
 VECTOR = 4
-=======
-from flash_mask_cute.core.clusters import CTAS, peer, send
->>>>>>> main
 
 
 @dataclass(frozen=True)

@@ -195,22 +195,10 @@ class FlashAttentionBackwardSm90:
     def __post_init__(self) -> None:
         score_mod, clears_dq = self.score_mod, self.clears_dq
         summed = getattr(score_mod, "summed", ())
-<<<<<<< HEAD
-        self.traits = self.traits_class(
-            self.dtype,
-            self.head_dim,
-            self.head_dim if self.head_dim_v is None else self.head_dim_v,
-            self.tile_m,
-            *(self.stages_q, self.stages_do, self.stages_kv),
-            self.value_cols,
-            self.cta_pair,
-            self.splits_keys,
-=======
         self.traits = traits_of(
             self,
-            BwdTraits,
+            self.traits_class,
             head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
->>>>>>> main
             has_marks=self.may_empty_rows,
             has_reference=score_mod is not None,
             sums_of_warp=sum(x.mma_words for x in summed),

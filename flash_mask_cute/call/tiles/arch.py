@@ -107,14 +107,9 @@ class BackwardKernel(AttentionKernel):
     summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
     where they come first. gathers_queries: it takes each query's selection of key blocks as query
     lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
-<<<<<<< HEAD
-    load_limits: loads the module with the limits of its threads and shared memory.
-    load_entry_kernels, load_entry_traits: load `EntryKernels`. load_wide: loads the class for heads
-    above MAX_HEAD_DIM. None: it has no such limits or kernels."""
-=======
     has_limits: limits loads the module with the limits of its threads and shared memory.
-    has_entry_kernels: entry_kernels and entry_traits load `EntryKernels`."""
->>>>>>> main
+    has_entry_kernels: entry_kernels and entry_traits load `EntryKernels`.
+    load_wide: loads the class for heads above MAX_HEAD_DIM; None: there is none."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -124,33 +119,19 @@ class BackwardKernel(AttentionKernel):
     pairs_take_turns: bool
     gathers_queries: bool = False
     has_lists_per_warpgroup: bool = False
-<<<<<<< HEAD
-    load_limits: Callable[[], Any] | None = None
-    load_entry_kernels: Callable[[], EntryKernels] | None = None
-    load_entry_traits: Callable[[], EntryKernels] | None = None
-    load_wide: Callable[[], Any] | None = None
-
-    def limits(self) -> Any:
-        """As `load_limits`, of a kernel that has them."""
-        assert self.load_limits is not None
-        return self.load_limits()
-
-    def entry_kernels(self) -> EntryKernels:
-        """As `load_entry_kernels`, of a kernel that has them beside it."""
-        assert self.load_entry_kernels is not None
-        return self.load_entry_kernels()
-
-    def entry_traits(self) -> EntryKernels:
-        """As `load_entry_traits`, of a kernel that has them beside it."""
-        assert self.load_entry_traits is not None
-        return self.load_entry_traits()
-=======
     has_limits: bool = False
     has_entry_kernels: bool = False
     limits: Callable[[], Any] = _absent
     entry_kernels: Callable[[], EntryKernels] = _absent
     entry_traits: Callable[[], EntryKernels] = _absent
->>>>>>> main
+    load_wide: Callable[[], Any] | None = None
+
+    def of(self, head_dim: int) -> BackwardKernel:
+        """The same, with the class for heads of this width and its traits."""
+        load = self.load_wide
+        if load is None or head_dim <= MAX_HEAD_DIM:
+            return self
+        return replace(self, load_class=load, load_traits=lambda: load().traits_class)
 
 
 @dataclass(frozen=True)
@@ -214,12 +195,8 @@ SM90_BACKWARD = BackwardKernel(
         "sm90.flash_bwd_short:ShortBackwardSm90",
         "sm90.flash_bwd_entries:EntryBackwardSm90",
     ),
-<<<<<<< HEAD
     load_wide=_device_code("sm90.flash_bwd_wide:WideBackwardSm90"),
-    load_entry_traits=_entry_kernels(
-=======
     entry_traits=_entry_kernels(
->>>>>>> main
         "sm90.flash_bwd_shared:SharedTraits",
         "sm90.flash_bwd_short_traits:ShortTraits",
         "sm90.flash_bwd_entries_traits:EntryTraits",

@@ -25,11 +25,6 @@ from flash_mask_cute.call.tiles.rows import (
     rows_for,
 )
 from flash_mask_cute.core.packed_heads import padded_group
-<<<<<<< HEAD
-from flash_mask_cute.limits import MAX_HEAD_DIM
-from flash_mask_cute.runtime.packages import tells_what_to_install
-=======
->>>>>>> main
 from flash_mask_cute.runtime.target import H200_SMS
 
 # fewer queries than this leave most of a tile empty unless heads share it
@@ -401,7 +396,7 @@ def select_bwd_config(
         refusal = ""
         for tiles in _bwd_candidates(row, given):
             of_lists = {"packed_heads": listed_rows, "shares_tile": query_lists == 64}
-            traits = kernel.traits(
+            traits = kernel.of(head_dim).traits(
                 *(head_dim, head_dim_v, tiles),
                 # tiles are chosen before it is known whether masks may empty rows
                 has_marks=True,
@@ -460,37 +455,3 @@ def _bwd_candidates(row: BwdRow, given: dict[str, Any]) -> Iterator[BwdTiles]:
         fewer: dict[str, Any] = dict(zip(free, stages, strict=True))
         for value_cols in dict.fromkeys(kept):
             yield replace(wanted, value_cols=value_cols, **fewer)
-<<<<<<< HEAD
-
-
-@tells_what_to_install()
-def _bwd_traits(
-    kernel: BackwardKernel,
-    head_dim: int,
-    head_dim_v: int,
-    tiles: BwdTiles,
-    has_score_mod: bool,
-    of_lists: dict[str, Any],
-) -> Any:
-    from cutlass import BFloat16  # here: a package import must not wait for the compiler's
-
-    load = kernel.load_wide if head_dim > MAX_HEAD_DIM else None
-    traits = kernel.load_traits() if load is None else load().traits_class
-    return traits(
-        BFloat16,
-        head_dim,
-        head_dim_v,
-        tiles.tile_m,
-        stages_q=tiles.stages_q,
-        stages_do=tiles.stages_do,
-        stages_kv=tiles.stages_kv,
-        value_cols=tiles.value_cols,
-        cta_pair=tiles.cta_pair,
-        **({"splits_keys": tiles.splits_keys} if kernel.splits_keys else {}),
-        # tiles are chosen before it is known whether masks may empty rows
-        has_marks=True,
-        has_reference=has_score_mod,
-        **of_lists,
-    )
-=======
->>>>>>> main
