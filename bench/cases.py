@@ -312,6 +312,16 @@ def _everyday() -> Iterator[BenchCase]:
                 yield _case(name, mask, width.d, n, kind=kind, **sizes)
 
 
+def _wide() -> Iterator[BenchCase]:
+    """Widths of Gemma-4's global layers and below, with their heads."""
+    for prefix, kind in (("wide-", "attention"), ("bwd-wide-", "backward")):
+        for d, mask, n in (
+            *((d, "full", 16384) for d in (512, 384, 320)),
+            (512, "causal", 8192),
+        ):
+            yield _dense(d, mask, n, prefix, tokens=n, heads=16, heads_kv=2, kind=kind)
+
+
 def _cudnn(case_name: str, name: str, width: everyday.Width, n: int, **fields: Any) -> BenchCase:
     """A mask that is measured beside `cudnn.flex_attention`, by its name in `cudnn_cases.MASKS`;
     ours is told it as a user would: by flags, else columns, else mask_mod with block lists."""
@@ -419,6 +429,7 @@ _ALL = (
     *_everyday(),
     *_cudnn_table(),
     *_models(),
+    *_wide(),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}
 

@@ -368,6 +368,14 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
     for d in (64, 128, 256):
         split = _backward(_variant(d, is_causal=True))
         yield f"bwd-d{d}-split_group", replace(split, splits_group=True)
+    # both launches of heads by roles
+    for d in (320, 384, 512):
+        yield f"bwd-d{d}-causal", _backward(_variant(d, is_causal=True))
+    yield "bwd-d512-full", _backward(_variant(512))
+    yield "bwd-d512-varlen", _backward(_variant(512, is_causal=True, varlen_q=True, varlen_k=True))
+    yield "bwd-d512-columns2", _backward(_variant(512, is_causal=True, intervals=(2, True)))
+    yield "bwd-d512-list_bits", _backward(_variant(512, has_bits=True))
+    yield "bwd-d512-mask_mod", _backward(_variant(512, Mods(mask_mod=sees_prefix)))
     for d in (64, 128):
         # of a group of 16 heads
         by_query_lists = _variant(d, is_causal=True, has_selected=True, query_lists=128)

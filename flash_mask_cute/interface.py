@@ -327,8 +327,8 @@ def backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def widest_head(device: torch.device) -> int:
-    """The largest head_dim of a forward on a GPU. Above 256 no gradients can be recorded, and
-    head_dim_v must be equal.
+    """The largest head_dim on a GPU. Above 256 head_dim_v must be equal, and there are no gradients
+    beside a score_mod, a soft cap or a selection of blocks.
 
     Raises:
         NotImplementedError: there is no kernel for the device.

@@ -42,7 +42,7 @@ class KernelBackward:
     """Runs the compiled kernels on the current stream, after that of mask bits, if any."""
 
     __slots__ = (
-        "_accum_shape", "_conversions", "_entry_aux", "_exact_aux", "_has_aux",
+        "_accum_shape", "_conversions", "_entry_aux", "_exact_aux", "_factor_dq", "_has_aux",
         "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_shared",
         "_make_tables", "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape",
         "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq",
@@ -90,6 +90,8 @@ class KernelBackward:
         _, self._scale = split_scale(plan.softmax_scale)
         # the main kernel sees q times a factor of the scale, and sums dS K only
         self._scale_dq = plan.softmax_scale
+        # or it stores dQ, times its part of the scale
+        self._factor_dq = plan.softmax_scale / self._scale if problem.is_wide else 1.0
         self._window_left = plan.window_left
         self._window_right = plan.window_right
         self._q_start = plan.q_start.operand()
@@ -170,6 +172,7 @@ class KernelBackward:
             aux_sums = new_sums(daux, self._wants_aux, torch.float32, self._exact_aux, entries)
             aux_grads = tuple(aux_sums.values()) or None
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
+        dq_sums = dq if dq_accum is None else dq_accum
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
             # CTAs with query lists add to sums, others store theirs
@@ -181,13 +184,14 @@ class KernelBackward:
         )  # fmt: skip
         if main is not None:
             main(
-                q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale,
+                q, k, v, dout, stats, dq_sums, semaphores, dk_sums, dv_sums, self._scale,
                 cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, self._window_left,
                 self._window_right, aux_tensors, self._softcap, tile_counter(q, index), columns,
                 bits, aux_grads, mask_bits, q_starts if self._reads_q_starts else self._q_start,
             )  # fmt: skip
+            if self._factor_dq != 1.0:
+                dq.mul_(self._factor_dq)
         if self._make_shared is not None and (aux_sums is not None or main is None):
-            dq_sums = dq if dq_accum is None else dq_accum
             aux_sums = (aux_sums or {}) | self._make_shared(
                 daux or (), (q, k, v, dout, stats), (dq_sums, dk, dv), own_aux,
                 (self._scale, self._scale_dq), self._window_left, self._window_right, mask_bits,

@@ -42,7 +42,8 @@ class BwdKernels(NamedTuple):
     preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
     sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
     main: the operands of the table `BACKWARD` but the stream. It and postprocess are None where the
-    kernel of short sequences (`call/batch_sums.py`) makes all gradients.
+    kernel of short sequences (`call/batch_sums.py`) makes all gradients, postprocess also in wide
+    heads.
     postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
     add_parts, if a group's heads are split, or with query lists (dk and dv of main are then sums):
     sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
@@ -126,6 +127,7 @@ def compile_bwd(
 ) -> BwdKernels:
     """The compiled kernels, from the cache or built now. mods: the callables of problem's keys."""
     num_ctas = 1 if choice.tiles.clears_dq else choice.ctas_of_tile
+    num_ctas = 0 if problem.is_wide else num_ctas
     preprocess = compile_preprocess(problem, choice, target, facts, num_ctas, cache)
     main = cached_attention(
         arch_spec(target).backward.cache_name,
@@ -135,8 +137,9 @@ def compile_bwd(
         lambda: build_bwd(problem, choice, target, mods),
         cache,
     )
-    postprocess = compile_postprocess(problem, choice, target, cache)
-    add_parts = None
+    postprocess = add_parts = None
+    if not problem.is_wide:
+        postprocess = compile_postprocess(problem, choice, target, cache).function
     if leaves_sums(problem, choice):
         sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
         of_keys = problem.varlen_k, problem.has_seqused_k
@@ -151,9 +154,7 @@ def compile_bwd(
         zero_padding = by_facts(
             ZERO_PADDING_NAME, of_padding, build_zero_padding, target, cache
         ).function
-    return BwdKernels(
-        preprocess.function, main.function, postprocess.function, zero_padding, add_parts
-    )
+    return BwdKernels(preprocess.function, main.function, postprocess, zero_padding, add_parts)
 
 
 def compile_short(
@@ -237,7 +238,7 @@ def build_bwd(
         group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
         by_head = problem.masks_by_head
         of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
-    kernel = backward.load_class()(
+    kernel = backward.of(problem.head_dim).load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
         problem.head_dim_v,

@@ -124,7 +124,9 @@ def explain_backward(
 
 def _kernel_of(backward: ExecutionPlan) -> str:
     if backward.shared is None or (short := backward.shared.short) is None:
-        return arch_spec(backward.target).backward.class_name
+        kernel = arch_spec(backward.target).backward
+        load = kernel.load_wide if backward.problem.is_wide else None
+        return kernel.class_name if load is None else load().__name__
     kernels = arch_spec(backward.target).backward.entry_kernels()
     return (kernels.entries if short.several_keys else kernels.short).__name__
 

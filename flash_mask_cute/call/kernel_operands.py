@@ -262,6 +262,11 @@ def _stats(x: AttentionProblem, choice: BwdChoice) -> Any:
     return scratch(stats_words(choice.tiles.tile_m, *of_rows))
 
 
+def _dq_accum(x: AttentionProblem, choice: BwdChoice) -> Any:
+    """Sums of dQ, or dQ."""
+    return _q(x, choice) if x.is_wide else scratch(choice.tiles.tile_m * choice.tile_d)
+
+
 def leaves_sums(x: AttentionProblem, choice: BwdChoice) -> bool:
     """Whether several CTAs have the same keys, and leave partial sums of dK and dV."""
     return choice.tiles.splits_group or x.query_lists > 0
@@ -294,9 +299,10 @@ BACKWARD = (
     KernelOperand("mV", "v", _v),
     KernelOperand("mdO", "dout", _out),
     KernelOperand("mStats", "stats", _stats),
-    KernelOperand("mdQaccum", "dq_accum", lambda _, x: scratch(x.tiles.tile_m * x.tile_d)),
+    KernelOperand("mdQaccum", "dq_accum", _dq_accum),
     KernelOperand(
-        "mSemaphores", "semaphores", lambda _, x: None if x.tiles.clears_dq else strided(2)
+        *("mSemaphores", "semaphores"),
+        lambda x, choice: None if choice.tiles.clears_dq or x.is_wide else strided(2),
     ),
     KernelOperand("mdK", "dk_sums", _dk),
     KernelOperand("mdV", "dv_sums", _dv),

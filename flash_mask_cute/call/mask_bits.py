@@ -86,6 +86,8 @@ def _shares_mask_bits(plan: ExecutionPlan) -> bool:
     lists = masks.block_lists
     return (
         masks.mask_mod is not None
+        # whose launches would read bits in two orders
+        and not (isinstance(plan.choice, BwdChoice) and problem.is_wide)
         and masks.selected is None
         and arch_spec(target).reads_mask_bits
         and shapes.heads_q >= MIN_HEADS

@@ -12,7 +12,7 @@ import torch
 from flash_mask_cute.core.fixed_splits import ORDERED
 from flash_mask_cute.core.packed_heads import padded_group, rows_of_listed
 from flash_mask_cute.core.stream_k import FEW_ROWS
-from flash_mask_cute.limits import LEAST_BOX, OPEN_WINDOW
+from flash_mask_cute.limits import LEAST_BOX, MAX_HEAD_DIM, OPEN_WINDOW
 
 
 class FwdShapes(NamedTuple):
@@ -242,6 +242,11 @@ class AttentionProblem:
     @property
     def is_local(self) -> bool:
         return self.has_window_left or self.has_window_right
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether heads have more columns than a CTA sums. A backward then stores dQ at once."""
+        return max(self.head_dim, self.head_dim_v) > MAX_HEAD_DIM
 
     @property
     def score_modifier(self) -> str | None:

@@ -32,16 +32,20 @@ def check_on_any_device(facts: CallFacts, problem: AttentionProblem) -> None:
 def _refuse_wide_heads(facts: CallFacts, problem: AttentionProblem) -> None:
     """Refuse what kernels do not compute of heads above MAX_HEAD_DIM."""
     dims, reason = (problem.head_dim, problem.head_dim_v), None
-    if max(dims) <= MAX_HEAD_DIM:
+    if not problem.is_wide:
         return
     if max(dims) > facts.spec.forward.most_head_dim:
         reason = f"not supported on {facts.spec.name}"
-    elif facts.call.options.is_recorded or not facts.is_forward:
-        reason = "a forward only: call it under torch.no_grad(), or with tensors that are detached"
     elif dims[0] != dims[1]:
         reason = "supported only where both are equal"
     elif problem.in_fp8:
         reason = "not supported with k and v in float8_e4m3fn"
+    elif facts.call.options.is_recorded or not facts.is_forward:
+        # of a score, one CTA has S and another dP
+        name = problem.score_modifier or ("selected blocks" if problem.has_selected else None)
+        if name is not None:
+            instead = "call it under torch.no_grad(), or with tensors that are detached"
+            reason = f"not supported with gradients and {name}: {instead}"
     if reason is not None:
         raise NotImplementedError(
             f"head_dim and head_dim_v above {MAX_HEAD_DIM} are {reason}; got {dims[0]} and "

@@ -58,9 +58,9 @@ class BwdScratch(NamedTuple):
             parts_v = *parts, choice.tile_n * choice.tile_dv
         return BwdScratch(
             stats=(*blocks, words),
-            dq_sums=(*blocks, tile_m * choice.tile_d),
+            dq_sums=None if problem.is_wide else (*blocks, tile_m * choice.tile_d),
             semaphores=None
-            if choice.tiles.clears_dq
+            if choice.tiles.clears_dq or problem.is_wide
             else (blocks[0], blocks[1] * choice.ctas_of_tile),
             sink_parts=sink_parts,
             dk_parts=parts_k,

@@ -32,7 +32,7 @@ from flash_mask_cute.core.stream_k import (
     PENDING_WORDS,
     are_busy,
 )
-from flash_mask_cute.limits import MAX_HEAD_DIM, STRIDE_STEP, ctas_of_tile
+from flash_mask_cute.limits import STRIDE_STEP, ctas_of_tile
 from flash_mask_cute.masks.q_start import END
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
@@ -136,10 +136,10 @@ def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
 def _has_known_cost(facts: CallFacts, problem: AttentionProblem) -> bool:
     """Whether `DecodeCosts` are fitted to a decoding call: in 16 bits, of equal lengths, without a
     mask or mod that shortens walks or slows blocks down."""
-    masks, is_wide = facts.masks, max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM
+    masks = facts.masks
     others = masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists, masks.selected
     has_lengths = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
-    return not (problem.in_fp8 or is_wide or has_lengths) and all(x is None for x in others)
+    return not (problem.in_fp8 or problem.is_wide or has_lengths) and all(x is None for x in others)
 
 
 def are_enough_tiles(

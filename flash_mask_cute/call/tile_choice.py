@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flash_mask_cute.call.facts import CallFacts
+from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tiles.config import (
     BwdChoice,
@@ -19,7 +19,8 @@ from flash_mask_cute.limits import MAX_HEAD_DIM
 
 def choose_tiles(facts: CallFacts, problem: AttentionProblem) -> FwdChoice | BwdChoice:
     """The tiles of a problem with the arguments of a call."""
-    most = facts.spec.forward.most_head_dim if facts.is_forward else MAX_HEAD_DIM
+    runs_kernels = facts.is_forward or facts.backend is Backend.KERNEL
+    most = facts.spec.forward.most_head_dim if runs_kernels else MAX_HEAD_DIM
     problem = _within_tables(problem, most)
     return _fwd_tiles(facts, problem) if facts.is_forward else _bwd_tiles(facts, problem)
 
@@ -49,8 +50,10 @@ def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
     call, shapes, masks = facts.call, facts.shapes, facts.masks
     kernel, override, num_sms = facts.spec.backward, call.config, facts.target.num_sms
     splits = getattr(override, "group_splits", None)
-    if not (kernel.splits_groups or splits in (None, 1)):
-        raise ValueError(f"config group_splits={splits} is not for {kernel.class_name}")
+    splits_groups = kernel.splits_groups and not problem.is_wide
+    if not (splits_groups or splits in (None, 1)):
+        of_what = "heads above 256 columns" if problem.is_wide else kernel.class_name
+        raise ValueError(f"config group_splits={splits} is not for {of_what}")
     choice = select_bwd_config(
         *(problem.head_dim, problem.head_dim_v, problem.tuning_class),
         override=override,
@@ -67,7 +70,7 @@ def _bwd_tiles(facts: CallFacts, problem: AttentionProblem) -> BwdChoice:
         listed_rows=problem.listed_rows,
         query_lists=problem.query_lists,
     )
-    if not kernel.splits_groups or problem.query_lists:
+    if not splits_groups or problem.query_lists:
         return choice
     return split_group(choice, problem, shapes, facts.window.sides, num_sms, splits)
 

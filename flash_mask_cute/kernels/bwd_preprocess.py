@@ -32,7 +32,7 @@ from flash_mask_cute.core.row_blocks import (
     stats_words,
 )
 from flash_mask_cute.core.warp_scan import WARP
-from flash_mask_cute.limits import SINK_RTOL
+from flash_mask_cute.limits import MAX_WIDE_HEAD_DIM, SINK_RTOL
 
 NUM_THREADS = 256
 # LSE from which on it is a reference: before, its product with LOG2_E is rounded by 2**-14 at most
@@ -234,7 +234,7 @@ class BwdPreprocess:
     It clears these sums, or records that there are none yet.
 
     :param dtype: of O and dO, 16 bits
-    :param head_dim_v: a multiple of 8, at most 256
+    :param head_dim_v: a multiple of 8, at most MAX_WIDE_HEAD_DIM
     :param tile_m: query rows of a row block, a multiple of 16 up to 256
     :param has_reference: for scores of any magnitude, see mStats
     :param packing: query heads of a KV head that share a tile's rows, query by query. Heads of
@@ -261,8 +261,9 @@ class BwdPreprocess:
             )
         if tile_m % 16 or not 0 < tile_m <= NUM_THREADS:
             raise ValueError(f"tile_m must be a multiple of 16 up to {NUM_THREADS}, got {tile_m}")
-        if head_dim_v % VECTOR_16_BITS or not 0 < head_dim_v <= 256:
-            raise ValueError(f"head_dim_v must be a multiple of 8 up to 256, got {head_dim_v}")
+        if head_dim_v % VECTOR_16_BITS or not 0 < head_dim_v <= MAX_WIDE_HEAD_DIM:
+            most = f"a multiple of 8 up to {MAX_WIDE_HEAD_DIM}"
+            raise ValueError(f"head_dim_v must be {most}, got {head_dim_v}")
         # rows that whole warps and whole rounds see to, the last of them for nothing
         self.padded_rows = -(-tile_m // WARP) * WARP
         self.vectors_per_row = head_dim_v // VECTOR_16_BITS

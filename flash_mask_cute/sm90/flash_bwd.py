@@ -158,6 +158,8 @@ class FlashAttentionBackwardSm90:
     :raises ValueError: for a shape or configuration that cannot run
     """
 
+    traits_class = BwdTraits
+
     dtype: type[cutlass.Numeric]
     head_dim: int
     head_dim_v: int | None = None
@@ -195,7 +197,7 @@ class FlashAttentionBackwardSm90:
         summed = getattr(score_mod, "summed", ())
         self.traits = traits_of(
             self,
-            BwdTraits,
+            self.traits_class,
             head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
             has_marks=self.may_empty_rows,
             has_reference=score_mod is not None,
@@ -319,16 +321,24 @@ class FlashAttentionBackwardSm90:
         scratch = Scratch(mStats, mdQaccum, mSemaphores)
         if const_expr(traits.by_query_lists):
             scratch = by_query_lists(traits, scratch)
-        self.kernel(
-            operands, gradients, scratch, lengths, softmax_scale, scales, masks, schedule.params,
-            schedule.group, group_splits, tile_counter, aux_grads, query_lists,
-        ).launch(
-            grid=(schedule.grid * traits.num_ctas, 1, 1),
-            block=(traits.num_threads, 1, 1),
-            cluster=(traits.num_ctas, 1, 1) if traits.cta_pair else None,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )  # fmt: skip
+        of_queries = lengths, mQ, mK, mdQaccum
+        for kernel, tiles, results in self._launches(schedule, gradients, *of_queries):
+            kernel.kernel(
+                operands, results, scratch, lengths, softmax_scale, scales, masks, tiles.params,
+                tiles.group, group_splits, tile_counter, aux_grads, query_lists,
+            ).launch(
+                grid=(tiles.grid * traits.num_ctas, 1, 1),
+                block=(traits.num_threads, 1, 1),
+                cluster=(traits.num_ctas, 1, 1) if traits.num_ctas > 1 else None,
+                stream=stream,
+                min_blocks_per_mp=1,
+            )  # fmt: skip
+
+    def _launches(
+        self, schedule: KeySchedule, gradients: KeyGradients, *_: Any
+    ) -> tuple[tuple["FlashAttentionBackwardSm90", KeySchedule, KeyGradients], ...]:
+        """The kernels to launch one after the other, with their work tiles and results."""
+        return ((self, schedule, gradients),)
 
     def _passes_over(self, masks: MaskArgs, scales: ScoreScales) -> bool:
         """Whether a warpgroup skips blocks in which a mask hides all of its keys.

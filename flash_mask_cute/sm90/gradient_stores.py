@@ -43,11 +43,12 @@ def send_gradient(
     target: cute.Tensor,
     first: Int32,
     count: Int32,
+    first_col: Int32 | int = 0,
 ) -> None:
     """Store 64 rows of a gradient, the first `count` of them, by way of this warpgroup's `smem`.
 
-    traits: `ShortTraits` or `EntryTraits`. smem: (rows, columns), at least 64 each. target: (row,
-    d). first: where in it the rows begin.
+    traits: with dtype and mma_words. smem: (rows, columns), at least 64 each. target: (row, d).
+    first, first_col: where in it the rows and their columns begin.
     """
     start, end = 0, wgmma.num_cols(acc)
     gmem = cute.domain_offset((first, 0), target)
@@ -55,7 +56,7 @@ def send_gradient(
         width = next(n for n in (64, 32, 16) if n <= end - start)
         values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
         staged = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, width), (0, 0))
-        send_rows(values, traits.mma_words(width), staged, gmem, count, start)
+        send_rows(values, traits.mma_words(width), staged, gmem, count, first_col + start)
         start += width
 
 

@@ -1,4 +1,4 @@
-"""Heads above 256 columns on Hopper: the forward with masks, splits, pages, graphs, new keys."""
+"""Heads above 256 columns on Hopper: with masks, gradients, splits, pages, graphs, new keys."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from cases import Case
 from inputs import make_inputs
 from public_call import check_replay, forward
+from test_functional_gpu import arguments_of, check
+from wide_cases import TRAINED_WIDE_CASES
 from wide_heads_on_devices import (  # noqa: F401
     test_against_oracle,
     test_decoding,
@@ -46,10 +48,25 @@ def test_new_keys() -> None:
     torch.testing.assert_close(out, wanted, atol=2e-3, rtol=2e-2)
 
 
-def test_gradients_are_refused_before_anything_runs() -> None:
+@pytest.mark.parametrize("case", TRAINED_WIDE_CASES, ids=lambda case: case.id)
+def test_gradients(case: Case) -> None:
+    """Each has one owner, so its bits are equal every time."""
+    inputs = make_inputs(case, CUDA)
+    check(inputs)
+    function, keywords = arguments_of(inputs)
+    out, _ = function(**keywords)
+    operands = [keywords[name] for name in "qkv"]
+    first, *others = (
+        torch.autograd.grad(out, operands, torch.ones_like(out), retain_graph=True)
+        for _ in range(3)
+    )
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
+def test_gradients_of_modified_scores_are_refused_before_anything_runs() -> None:
     q, k, v = (torch.randn(1, 64, 2, 512, device=CUDA, dtype=torch.bfloat16) for _ in "qkv")
     v.requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"a forward only: .*got 512 and 512"):
-        flash_attn_func(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"with gradients and softcap: .*512 and 512"):
+        flash_attn_func(q, k, v, softcap=9.0)
     with torch.no_grad():
-        assert flash_attn_func(q, k, v).isfinite().all()
+        assert flash_attn_func(q, k, v, softcap=9.0).isfinite().all()

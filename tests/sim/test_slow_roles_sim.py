@@ -33,6 +33,7 @@ import test_short_sequences_sim as short
 import test_slow_roles_sm100_sim
 import test_token_backward_sim as by_query_lists
 import test_token_mods_sim as token_mods
+import test_wide_backward_sim as wide_backward
 from cases import Case
 from inputs import make_inputs
 from simulated_forward import run_sim
@@ -144,6 +145,12 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "postprocess": (
         lambda sim: prepost.check_postprocess(sim, prepost.PACKED, 72, 64),
         ("kernels.bwd_postprocess.kernel",),
+    ),
+    "wide-backward": (
+        lambda sim: simulated_backward.run_sim(
+            sim, make_inputs(wide_backward.SLOW), (SEED,), wide_backward.LAUNCHES
+        ),
+        ("sm90.flash_bwd_wide.kernel",),
     ),
     "zero-padding": (
         lambda sim: simulated_backward.run_sim(

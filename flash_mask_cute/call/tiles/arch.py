@@ -108,7 +108,8 @@ class BackwardKernel(AttentionKernel):
     where they come first. gathers_queries: it takes each query's selection of key blocks as query
     lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
     has_limits: limits loads the module with the limits of its threads and shared memory.
-    has_entry_kernels: entry_kernels and entry_traits load `EntryKernels`."""
+    has_entry_kernels: entry_kernels and entry_traits load `EntryKernels`.
+    load_wide: loads the class for heads above MAX_HEAD_DIM; None: there is none."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -123,6 +124,14 @@ class BackwardKernel(AttentionKernel):
     limits: Callable[[], Any] = _absent
     entry_kernels: Callable[[], EntryKernels] = _absent
     entry_traits: Callable[[], EntryKernels] = _absent
+    load_wide: Callable[[], Any] | None = None
+
+    def of(self, head_dim: int) -> BackwardKernel:
+        """The same, with the class for heads of this width and its traits."""
+        load = self.load_wide
+        if load is None or head_dim <= MAX_HEAD_DIM:
+            return self
+        return replace(self, load_class=load, load_traits=lambda: load().traits_class)
 
 
 @dataclass(frozen=True)
@@ -186,6 +195,7 @@ SM90_BACKWARD = BackwardKernel(
         "sm90.flash_bwd_short:ShortBackwardSm90",
         "sm90.flash_bwd_entries:EntryBackwardSm90",
     ),
+    load_wide=_device_code("sm90.flash_bwd_wide:WideBackwardSm90"),
     entry_traits=_entry_kernels(
         "sm90.flash_bwd_shared:SharedTraits",
         "sm90.flash_bwd_short_traits:ShortTraits",

@@ -396,7 +396,7 @@ def select_bwd_config(
         refusal = ""
         for tiles in _bwd_candidates(row, given):
             of_lists = {"packed_heads": listed_rows, "shares_tile": query_lists == 64}
-            traits = kernel.traits(
+            traits = kernel.of(head_dim).traits(
                 *(head_dim, head_dim_v, tiles),
                 # tiles are chosen before it is known whether masks may empty rows
                 has_marks=True,

@@ -295,6 +295,11 @@ SM90_TANGENT = (
 
 SM90_BWD = (
     BwdRow(
+        *(512, 512, 64, 2, 2, 1, 0),
+        "one CTA has S and another dP; each gradient has an owner, which stores it",
+        above_dim=256,
+    ),
+    BwdRow(
         *(64, 64, 64, 2, 2, 1, 64),
         "blocks of a few gathered queries, with all values in registers",
         clears_dq=True,

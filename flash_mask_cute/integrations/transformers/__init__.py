@@ -46,8 +46,8 @@ def register(name: str = "mask_cute", *, wide_layers: str = "refuse") -> str:
     packed documents, and transformers would not say so.
 
     wide_layers: what layers do that are too wide for the kernels: on a GPU a head dimension above
-    256, on Hopper above 512, or above 256 where gradients are recorded. "refuse": they raise.
-    "sdpa": transformers' `sdpa_attention_forward` computes them, with a warning once in a process.
+    256, on Hopper above 512. "refuse": they raise. "sdpa": transformers' `sdpa_attention_forward`
+    computes them, with a warning once in a process.
     A mask that is not plainly causal becomes a dense one there. Registering a name again replaces
     what it did.
 

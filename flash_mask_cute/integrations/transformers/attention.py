@@ -94,11 +94,11 @@ def layer_attention(
         TypeError, ValueError: shapes or dtypes do not fit; the message names the argument.
     """
     _refuse(module, dropout, others)
-    wide = wide_layer(module, query, key, value)
+    wide = wide_layer(module, query, value)
     if wide is not None and wide_layers != "sdpa":
         raise NotImplementedError(
-            f"{wide}, and kernels support up to {MAX_HEAD_DIM}, on Hopper without gradients "
-            f"{MAX_WIDE_HEAD_DIM}: register(wide_layers='sdpa') computes such layers by sdpa, and "
+            f"{wide}, and kernels support up to {MAX_HEAD_DIM}, on Hopper {MAX_WIDE_HEAD_DIM}: "
+            "register(wide_layers='sdpa') computes such layers by sdpa, and "
             "attn_implementation='sdpa' computes all layers by it"
         )
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -178,17 +178,14 @@ def _attend(
 widest = torch.compiler.assume_constant_result(widest_head)
 
 
-def wide_layer(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+def wide_layer(module: torch.nn.Module, query: Tensor, value: Tensor) -> str | None:
     """A layer that is too wide for the kernels, in words. The CPU path computes every width."""
     width, width_v = query.shape[-1], value.shape[-1]
     if not query.is_cuda or max(width, width_v) <= MAX_HEAD_DIM:
         return None
-    tensors = query, key, value
-    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not is_recorded and width == width_v <= widest(query.device):
+    if width == width_v <= widest(query.device):
         return None
-    of = " and records gradients" if is_recorded else ""
-    return f"{type(module).__name__} has head dimension {max(width, width_v)}{of}"
+    return f"{type(module).__name__} has head dimension {max(width, width_v)}"
 
 
 @torch.compiler.assume_constant_result

@@ -1,19 +1,27 @@
-"""Head dimensions above 256: computed on the CPU; on a GPU a forward on Hopper, up to 512."""
+"""Head dimensions above 256: computed on the CPU; on a GPU on Hopper, up to 512."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cases import Case
-from inputs import make_inputs
 from planned import call_of, planned
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_mask_cute import builders, explain, flash_attn_func, flash_attn_varlen_func
-from flash_mask_cute.call.arguments import AttentionCall
+from flash_mask_cute import (
+    SelectedBlocks,
+    builders,
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
+from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.scratch import BwdScratch
+from flash_mask_cute.core.cta import SMEM_CAPACITY
 from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
@@ -60,9 +68,13 @@ def test_both_directions(head_dim: int, head_dim_v: int, masked: str) -> None:
 HOPPER, BLACKWELL = Target("sm_90a", num_sms=132), Target("sm_100a", num_sms=148)
 
 
-def wide_call(head_dim: int, head_dim_v: int = 0, **fields: object) -> AttentionCall:
+def wide_case(head_dim: int, head_dim_v: int = 0, **fields: Any) -> Case:
     case = Case("wide", 1, 300, 300, 4, 2, head_dim, head_dim_v, causal=True)
-    return call_of(make_inputs(replace(case, **fields)))  # type: ignore[arg-type]
+    return replace(case, **fields)
+
+
+def wide_call(head_dim: int, head_dim_v: int = 0, **fields: Any) -> AttentionCall:
+    return call_of(wide_case(head_dim, head_dim_v, **fields))
 
 
 @pytest.mark.parametrize(
@@ -83,12 +95,65 @@ def test_no_kernel_is_wider() -> None:
         planned(wide_call(520), HOPPER)
 
 
-def test_a_recorded_forward_is_refused() -> None:
+CHOSEN = SelectedBlocks(torch.zeros(1, 1, 300, 1, dtype=torch.int32), 64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "name"),
+    [
+        ({"softcap": 9.0}, {}, "softcap"),
+        ({"score_mod": "alibi"}, {}, "score_mod"),
+        ({}, {"block_sparse_tensors_torch": CHOSEN}, "selected blocks"),
+    ],
+    ids=["softcap", "score_mod", "selection"],
+)
+def test_gradients_of_modified_scores_are_refused(
+    fields: dict[str, Any], more: dict[str, Any], name: str
+) -> None:
     """Before anything is computed whose gradient nobody could give."""
-    call = wide_call(512)
-    recorded = replaced(call, options=call.options.recorded())
-    with pytest.raises(NotImplementedError, match=r"a forward only: .*no_grad.*got 512 and 512"):
-        planned(recorded, HOPPER)
+    case = wide_case(512, **fields)
+    forward = call_of(case, **more)
+    planned(forward, HOPPER)
+    recorded = replaced(forward, options=forward.options.recorded())
+    message = f"not supported with gradients and {name}: .*no_grad.*got 512 and 512"
+    for call in (recorded, call_of(case, Direction.BACKWARD, **more)):
+        with pytest.raises(NotImplementedError, match=message):
+            planned(call, HOPPER)
+
+
+@pytest.mark.parametrize("head_dim", range(264, 513, 8))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_width_has_a_backward(head_dim: int, deterministic: bool) -> None:
+    """By roles: dQ has no sums in memory, and neither turns nor scratch to be cleared."""
+    case = wide_case(head_dim)
+    forward = call_of(case)
+    planned(replaced(forward, options=forward.options.recorded()), HOPPER)
+    found = planned(case, HOPPER, direction=Direction.BACKWARD, deterministic=deterministic)
+    choice, scratch = found.bwd_choice, BwdScratch.of(found)
+    assert (choice.tiles.tile_m, choice.tile_n) == (64, 64)
+    assert choice.tile_d >= head_dim and choice.smem_bytes <= SMEM_CAPACITY
+    assert scratch.dq_sums is scratch.semaphores is None
+
+
+def test_a_backward_evaluates_a_mask_mod_itself() -> None:
+    """Its launches would read stored results in different orders."""
+    for head_dim, stores in ((256, True), (512, False)):
+        case = wide_case(head_dim, heads_q=16, seqlen_q=1024, seqlen_k=1024, mask_mod="checks")
+        found = planned(case, HOPPER, direction=Direction.BACKWARD)
+        assert (found.mask_bits is not None) == stores
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"stages_q": 1}, "stages_q must be 2 where head_dim is above 256, got 1"),
+        ({"tile_m": 128}, "tile_m must be 64 where head_dim is above 256, got 128"),
+        ({"cta_pair": True}, "cta_pair must be False where head_dim is above 256, got True"),
+    ],
+)
+def test_tiles_of_a_backward_are_given(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(wide_case(512), HOPPER, direction=Direction.BACKWARD, config=config)
 
 
 def test_fp8_is_refused() -> None:
@@ -114,7 +179,8 @@ def test_the_grid_counts_both_ctas_of_a_tile() -> None:
     q, k, v = (x.bfloat16() for x in inputs(512, 512))
     explained = explain(q, k, v, causal=True, target="sm_90a")
     assert explained.work_tiles is not None and explained.grid == 2 * explained.work_tiles
-    assert "no backward" in explained.note
+    assert explained.backward is not None
+    assert explained.backward.kernel == "WideBackwardSm90"
     assert re.search("two CTAs share values", explained.reason)
 
 

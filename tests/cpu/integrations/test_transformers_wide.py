@@ -39,7 +39,7 @@ def narrow_kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
     calls: list[tuple[int, Any]] = []
     true_sdpa = attention.sdpa_attention_forward
 
-    def wide_layer(module: Any, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    def wide_layer(module: Any, query: Tensor, value: Tensor) -> str | None:
         width = query.shape[-1]
         return f"{type(module).__name__} has head dimension {width}" if width > 16 else None
 

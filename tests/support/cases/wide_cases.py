@@ -1,4 +1,4 @@
-"""Forwards of heads above 256 columns, which kernels of Hopper compute without a backward."""
+"""Heads above 256 columns, which kernels of Hopper compute."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ WIDE_CASES = (
     Case("score-mod", 1, 129, 200, head_dim=512, causal=True, score_mod="alibi"),
     Case("packed-heads", 2, 9, 200, 16, 2, 512, causal=True, sink=BF16, pack_gqa=True),
     Case("padded-group-296", 1, 20, 130, 6, 2, head_dim=296, causal=True, pack_gqa=True),
+)
+
+# those with gradients
+TRAINED_WIDE_CASES = (
+    *(case for case in WIDE_CASES if case.score_mod is None and not case.softcap),
+    Case("lists-d384", 1, 200, 300, 2, 1, 384, mask_mod="eviction", blocks=(192, 96)),
+    Case("scale-negative", 1, 65, 70, head_dim=264, softmax_scale=-0.1),
+    Case("fused", 2, 70, 70, 2, 2, 512, strided="fused_qkv", dtype=FP16, causal=True),
+    Case("columns-by-head", 1, 130, 130, 4, 2, 512, column="stepped2", column_heads="q"),
 )
 
 DECODE = Case("decode", 3, 1, 600, 16, 2, 512, causal=True, seqused_k=(600, 0, 131), sink=FP32)
