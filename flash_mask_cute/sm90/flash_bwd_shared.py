@@ -160,7 +160,7 @@ class SharedSmem(NamedTuple):
     stats: cute.Tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SharedGradientsSm90:
     """Kernel for Hopper, to be passed to `cute.compile`.
 

@@ -401,6 +401,26 @@ def test_of_the_host_one_module_knows_an_architecture() -> None:
     assert not knows_an_architecture("call.tables", "load('sm_90a')")
 
 
+def shown_options(source: str) -> list[str]:
+    """Dataclasses with kernels whose repr has their options: the compiler names kernels by it."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        for decorator in map(ast.unparse, node.decorator_list)
+        if decorator.startswith("dataclass") and "repr=False" not in decorator
+        if "@cute.kernel" in ast.unparse(node)
+    ]
+
+
+def test_the_name_of_a_kernel_has_no_options() -> None:
+    assert not {name_in_package(x): y for x in MODULES if (y := shown_options(x.read_text()))}
+    kernel = "class A:\n    @cute.kernel\n    def kernel(self): ..."
+    assert shown_options(f"@dataclass(eq=False)\n{kernel}") == ["A"]
+    assert not shown_options(f"@dataclass(eq=False, repr=False)\n{kernel}")
+    assert not shown_options(kernel)
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
