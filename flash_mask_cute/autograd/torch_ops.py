@@ -399,7 +399,8 @@ def _attention_fwd(
     call = with_outputs(call, _argument("wants_max", arguments))
     out, lse = forward_of_graph(call, arguments)
     x = call.tensors
-    return out, lse, _or_nothing(x.lse_low, x.q), _or_nothing(x.max_scores, x.q)
+    lse_low = _or_nothing(x.lse_low, x.q, lse_dtype(x.q))
+    return out, lse, lse_low, _or_nothing(x.max_scores, x.q)
 
 
 @torch.library.impl(_library, "attention_fwd_into", "CompositeExplicitAutograd")
@@ -445,9 +446,9 @@ def _computes(q: Tensor) -> bool:
     return type(q) is Tensor and not q.is_meta
 
 
-def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
+def _or_nothing(x: Tensor | None, q: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """x, or a tensor without elements: operators return no None."""
-    return q.new_empty(0, dtype=torch.float32) if x is None else x
+    return q.new_empty(0, dtype=dtype) if x is None else x
 
 
 @torch.library.register_fake("flash_mask_cute::attention_fwd", lib=_library)

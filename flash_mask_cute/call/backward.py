@@ -172,7 +172,7 @@ class KernelBackward:
             aux_sums = new_sums(daux, self._wants_aux, torch.float32, self._exact_aux, entries)
             aux_grads = tuple(aux_sums.values()) or None
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
-        dq_sums = dq if dq_accum is None else dq_accum
+        dq_accum = dq if dq_accum is None else dq_accum
         dk_sums, dv_sums = dk, dv
         if self._partial_shapes is not None:
             # CTAs with query lists add to sums, others store theirs
@@ -184,7 +184,7 @@ class KernelBackward:
         )  # fmt: skip
         if main is not None:
             main(
-                q, k, v, dout, stats, dq_sums, semaphores, dk_sums, dv_sums, self._scale,
+                q, k, v, dout, stats, dq_accum, semaphores, dk_sums, dv_sums, self._scale,
                 cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, self._window_left,
                 self._window_right, aux_tensors, self._softcap, tile_counter(q, index), columns,
                 bits, aux_grads, mask_bits, q_starts if self._reads_q_starts else self._q_start,
@@ -193,7 +193,7 @@ class KernelBackward:
                 dq.mul_(self._factor_dq)
         if self._make_shared is not None and (aux_sums is not None or main is None):
             aux_sums = (aux_sums or {}) | self._make_shared(
-                daux or (), (q, k, v, dout, stats), (dq_sums, dk, dv), own_aux,
+                daux or (), (q, k, v, dout, stats), (dq_accum, dk, dv), own_aux,
                 (self._scale, self._scale_dq), self._window_left, self._window_right, mask_bits,
             )  # fmt: skip
         if postprocess is not None:

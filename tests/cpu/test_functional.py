@@ -227,9 +227,9 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     of_forward |= dict.fromkeys(("k_descale", "v_descale"))
     of_backward = {name: shared.pop(name) for name in ("score_mod_bwd", "deterministic")}
     of_backward |= {"config": config_bwd, "daux": None}
-    lse_low = found[0]["lse_low"]
-    assert lse_low.shape == (1, 2, 12) and lse_low.dtype == torch.float32
-    of_forward |= dict.fromkeys(("out", "lse"))
+    lse, lse_low = found[0]["lse"], found[0]["lse_low"]
+    assert all(x.shape == (1, 2, 12) and x.dtype == q.dtype for x in (lse, lse_low))
+    of_forward |= {"out": None, "lse": lse}
     of_backward |= dict.fromkeys(("dlse", "dq", "dk", "dv"))
     results = {"out", "lse", "dout", "dsink"}
     for keywords, more in ((found[0], of_forward), (found[1], of_backward)):

@@ -358,7 +358,7 @@ def test_blocks_of_packed_documents_are_refused() -> None:
     ("options", "said"),
     [
         ({"output_attentions": True}, "output_attentions=True: .*set_attn_implementation"),
-        ({"indices": torch.zeros(1)}, "Layer gives indices, the keys that an indexer chose"),
+        ({"indices": torch.zeros(1)}, "Layer gives indices, the keys that an indexer selected"),
         (
             {"block_indices": torch.zeros(1, HEADS_KV, SEQ, 1).long()},
             "Layer gives block_indices and has no indexer.block_size",

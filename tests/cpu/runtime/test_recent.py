@@ -71,9 +71,9 @@ def test_functions_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_cpu, "_compile", compile_nothing)
     try:
         for n in range(MANY):
-            on_cpu._find(("mask_mod", f"key {n}", None, ()), print, checked=False)
+            on_cpu._find(("mask_mod", (), f"key {n}", None, ()), print, checked=False)
         assert 64 <= _held(on_cpu._compiled) <= 128
-        on_cpu._find(("mask_mod", "key 0", None, ()), print, checked=False)
+        on_cpu._find(("mask_mod", (), "key 0", None, ()), print, checked=False)
         assert len(made) == MANY + 1
     finally:
         on_cpu._compiled.clear()
