@@ -36,7 +36,7 @@ TILE_ROWS = 128
 # of the largest number of a result: bf16 rounds to 2^-9, gradients are sums of rounded numbers
 ALLOWED = 2e-2
 CHECKED_ROWS, CHECKED_TOKENS = 64, 2048
-# of selections of which the next query has 0.8
+# of selections that share 0.8 of their blocks with the next query
 QSA_R = 0.95
 # tokens whose scores are in memory at once
 CHUNK = 1024

@@ -1,4 +1,4 @@
-"""Batches of which some sequences are causal, and results in memory of the caller, on a GPU."""
+"""Batches with some causal sequences, and results in memory of the caller, on a GPU."""
 
 from __future__ import annotations
 

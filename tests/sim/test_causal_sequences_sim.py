@@ -1,4 +1,4 @@
-"""Batches of which some sequences are causal, on the software GPU."""
+"""Batches with some causal sequences, on the software GPU."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ CASES = (
 
 
 def _chosen(block: int, shape: tuple[int, ...], num_blocks: int, **keywords: Any) -> dict[str, Any]:
-    """Keywords with a selection (batch, heads, queries, k), some of which do not exist."""
+    """Keywords with a selection (batch, heads, queries, k); some of its blocks do not exist."""
     selection = draw_selection(torch.Generator().manual_seed(block), shape, num_blocks, torch.int32)
     return {"block_sparse_tensors_torch": SelectedBlocks(selection, block), **keywords}
 

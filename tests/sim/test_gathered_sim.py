@@ -58,7 +58,7 @@ def test_what_nobody_chose_is_not_read(simulator: ModuleType) -> None:
 
 
 def test_a_list_that_fills_its_room(simulator: ModuleType) -> None:
-    """Of 32 blocks, of which a tile of 112 keys has 28."""
+    """32 blocks; a tile of 112 keys holds 28."""
     drawn = Composed.draw((1, 1, 300), (2, 1, 1), 4, 32)
     drawn = drawn._replace(
         selection=torch.arange(32, dtype=torch.int32).view(1, 1, 1, 32),

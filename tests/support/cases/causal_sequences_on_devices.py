@@ -1,4 +1,4 @@
-"""Batches of which some sequences are causal, on every device."""
+"""Batches with some causal sequences, on every device."""
 
 from __future__ import annotations
 

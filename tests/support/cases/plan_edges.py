@@ -130,7 +130,7 @@ HEAD_DIM_PAIRS = tuple(
 
 
 def _alternatives(line: str) -> Iterator[list[str]]:
-    """Words beside each other, of which those joined by `|` are alternatives."""
+    """All words of a line; words joined by `|` are alternatives."""
     groups: list[list[str]] = []
     is_next_other = False
     for word in line.split():
