@@ -71,9 +71,8 @@ class BlockSparseTensorsTorch(NamedTuple):
     full_* tensors all blocks are partial. seqlens: the (queries, keys) that the lists were made
     for; `create_block_mask` sets it, and a call with other lengths is refused. None: not known.
 
-    mask_mod: the mask that the lists were made of, as `create_block_mask` sets it. `flex_attention`
-    evaluates it in partial blocks; the other functions take a mask_mod of their own. Pickling and
-    deep copies drop it.
+    mask_mod: the mask that the lists were made of, as `create_block_mask` sets it. Calls without a
+    mask_mod of their own evaluate it in partial blocks. Pickling and deep copies drop it.
 
     Example:
         >>> import torch
@@ -199,12 +198,11 @@ def from_block_mask(lists: Any) -> BlockSparseTensorsTorch:
 
 
 def mod_of_block_mask(lists: Any) -> Callable[..., Any] | None:
-    """The mask_mod of a torch `BlockMask`; None for other lists, beside which calls take one.
+    """The mask_mod that a torch `BlockMask` or our `create_block_mask` keeps; None for other lists,
+    beside which calls take one.
 
     Raises ValueError: the block mask is a slice of another, which has none.
     """
-    if isinstance(lists, (BlockSparseTensorsTorch, ComputedLists)):
-        return None
     mask_mod: Callable[..., Any] | None = getattr(lists, "mask_mod", None)
     if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise ValueError(

@@ -172,7 +172,7 @@ class Masks(NamedTuple):
         return Mods(self.score_mod, self.mask_mod)
 
     def with_own_mod(self) -> Masks:
-        """The same, with the mask_mod of a torch `BlockMask` if there is no other."""
+        """The same, with the mask_mod that the block lists keep if there is no other."""
         if self.block_sparse_tensors_torch is None or self.mask_mod is not None:
             return self
         return replaced(self, mask_mod=mod_of_block_mask(self.block_sparse_tensors_torch))

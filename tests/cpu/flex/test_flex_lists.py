@@ -91,10 +91,13 @@ def test_our_lists_in_flex_attention(mod: Callable[..., Any]) -> None:
     assert_like(compiled(q, k, v, block_mask=lists), wanted, (q, k, v))
 
 
+@pytest.mark.parametrize("make", [of_torch, ours])
 @pytest.mark.parametrize("mod", MODS)
-def test_a_torch_block_mask_in_our_functions(mod: Callable[..., Any]) -> None:
-    """Its own mask_mod decides in partial blocks, which whole blocks would be wrong."""
-    lists = of_torch(mod)
+def test_lists_with_their_mod_in_our_functions(
+    mod: Callable[..., Any], make: Callable[..., Any]
+) -> None:
+    """Their own mask_mod decides in partial blocks, which whole blocks would be wrong."""
+    lists = make(mod)
     q, k, v = qkv()
     wanted = by_hand(mod, q, k, v)
     operands = [x.transpose(1, 2) for x in (q, k, v)]
