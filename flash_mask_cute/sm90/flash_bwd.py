@@ -84,7 +84,7 @@ from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
 from flash_mask_cute.sm90.flash_bwd_diagonals import diagonal_sums, make_bits_and_sums
-from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
+from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
 from flash_mask_cute.sm90.flash_bwd_scores import (
@@ -390,17 +390,14 @@ class FlashAttentionBackwardSm90:
             cute.arch.sync_threads()
         tiles = traits.tiles(storage)
         passes_over = self._passes_over(masks, scales)
+        score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
 
         # -- roles
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(traits.helper_registers)
             if warp_idx == Role.LOAD:
-                scheme = (self.deterministic, self.clears_dq)
-                sums = sums_of(traits, scheme, tiles, channels, scratch, lengths)
-                of_queries = (traits, operands, tiles, channels, scratch.stats, lengths)
-                queries = queries_of(*of_queries)
-                of_loads = (traits, operands, tiles, channels, queries, sums)
-                BwdLoads(*of_loads, lengths, group_splits).run()
+                of_smem = operands, tiles, channels
+                BwdLoads.create(self, *of_smem, scratch, lengths, group_splits).run()
             elif warp_idx == Role.SCHEDULE:
                 # in a fixed order, work tiles are claimed in the order in which they add to dQ
                 scheduler = TileScheduler(
@@ -430,7 +427,6 @@ class FlashAttentionBackwardSm90:
                 any_bits = tiles.any_bits if passes_over else None
                 bits = rules, warp_rows, tiles.bits, channels.bits
                 if const_expr(traits.sums_of_mask_warp > 0):
-                    score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
                     make_bits = partial(make_block_bits, *bits, any_bits)
                     diagonals = diagonal_sums(self, tiles, channels, score_args)
                     make_bits_and_sums(make_bits, diagonals, channels)
@@ -438,10 +434,8 @@ class FlashAttentionBackwardSm90:
                     make_mask_bits(*bits, channels.ring, channels.walk, any_bits)
         else:
             cute.arch.setmaxregister_increase(traits.mma_registers)
-            score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
-            given = (
-                gradients, tiles, channels, lengths, softmax_scale, score_args, passes_over
-            )  # fmt: skip
+            of_smem = gradients, tiles, channels
+            given = *of_smem, lengths, softmax_scale, score_args, passes_over
             if const_expr(not traits.columns.is_uneven):
                 self.mma(traits, *given)
             elif mma_warpgroup_idx() == 0:

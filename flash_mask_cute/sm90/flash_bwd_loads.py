@@ -9,7 +9,7 @@ reasons.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -35,37 +35,6 @@ class Loaded(NamedTuple):
     last: Summed
 
 
-def sums_of(
-    traits: BwdTraits,
-    scheme: tuple[bool, bool],
-    tiles: BwdSmem,
-    channels: Channels,
-    scratch: Scratch,
-    lengths: Lengths,
-) -> DqSums:
-    """Where sums of dQ go. scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`."""
-    share = partial(_share_of_sums, traits) if traits.cta_pair else None
-    sizes, staged = traits.columns.sizes_dq, tiles.dq.iterator
-    others = (*scheme, staged, channels.dq, scratch, lengths, share)
-    if not traits.by_query_lists:
-        return DqSums(sizes, *others)
-    num_tokens = traits.tokens_per_block
-    return TokenSums((sizes[0] // num_tokens,), *others, num_tokens)
-
-
-def queries_of(
-    traits: BwdTraits,
-    operands: BwdOperands,
-    tiles: BwdSmem,
-    channels: Channels,
-    stats: cute.Tensor,
-    lengths: Lengths,
-) -> QueryLoads:
-    """Who loads Q, dO and their statistics."""
-    given = (traits, operands, tiles, channels, stats, lengths)
-    return TokenLoads(*given) if traits.by_query_lists else QueryLoads(*given)
-
-
 @dataclass(frozen=True)
 class BwdLoads:
     """State of the load warp. group_splits: work tiles with the same keys; None: one."""
@@ -78,6 +47,29 @@ class BwdLoads:
     sums: DqSums
     lengths: Lengths
     group_splits: Int32 | None
+
+    @staticmethod
+    def create(
+        kernel: Any,
+        operands: BwdOperands,
+        tiles: BwdSmem,
+        channels: Channels,
+        scratch: Scratch,
+        lengths: Lengths,
+        group_splits: Int32 | None,
+    ) -> "BwdLoads":
+        """kernel: a `FlashAttentionBackwardSm90`."""
+        traits = kernel.traits
+        of_queries = traits, operands, tiles, channels, scratch.stats, lengths
+        share = partial(_share_of_sums, traits) if traits.cta_pair else None
+        scheme, sizes = (kernel.deterministic, kernel.clears_dq), traits.columns.sizes_dq
+        of_sums = *scheme, tiles.dq.iterator, channels.dq, scratch, lengths, share
+        queries, sums = QueryLoads(*of_queries), DqSums(sizes, *of_sums)
+        if traits.by_query_lists:
+            tokens = traits.tokens_per_block
+            queries = TokenLoads(*of_queries)
+            sums = TokenSums((sizes[0] // tokens,), *of_sums, tokens)
+        return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
 
     @cute.jit
     def run(self):

@@ -37,7 +37,7 @@ class Fragments(NamedTuple):
         if traits.cta_pair:
             peer_ds = wgmma.operand_a(mma_dq, tiles.peer_ds)
             peer_k = _of_dq(traits, 0, tiles.peer_k, clusters.rank() * columns.second_dq)
-        of_keys = traits.tile_m, traits.mma_keys
+        of_keys = traits.tile_m, traits.mma_words
         return Fragments(
             _of_columns(traits, tiles.do, *of_keys, columns.dv),
             _of_columns(traits, tiles.q, *of_keys, columns.dk),

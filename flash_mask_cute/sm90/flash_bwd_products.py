@@ -131,7 +131,7 @@ class BlockProducts:
         """Add to the parts of dV or dK, a commit group each. first_step: where words begin."""
         operand_a = wgmma.words_as_operand_a(words, self.traits.dtype)
         for acc, operand_b in zip(accs, operands_b, strict=True):
-            mma = self.traits.mma_keys(wgmma.num_cols(acc))
+            mma = self.traits.mma_words(wgmma.num_cols(acc))
             tile = operand_b[None, None, None, stage]
             wgmma.issue(mma, acc, operand_a, tile, accumulate, first_step=first_step)
 
@@ -159,7 +159,8 @@ def pass_over(tiles: BwdSmem, channels: Channels, scores: BlockScores, block: In
     channels.do.wait(block)
     channels.do.release(block)
     scores.discard_bits(cut)
-    scores.publish_nothing(block)
+    scores.acquire_summed(block)
+    scores.publish_grads(block)
     traits = scores.traits
     if const_expr(traits.columns.alternating):
         if traits.sums_dq(block):

@@ -319,11 +319,6 @@ class BlockScores:
         if self.channels.summed is not None:
             self.channels.summed.publish(block)
 
-    def publish_nothing(self, block: Int32) -> None:
-        """`publish_grads` of a block without dS."""
-        self.acquire_summed(block)
-        self.publish_grads(block)
-
     def complete(self, block: Int32) -> None:
         """Take the other warpgroup's results, after `sync_both`."""
         if self.traits.shares_keys:
@@ -419,7 +414,7 @@ class BlockScores:
         tile = wgmma.ROWS_PER_WARPGROUP, width
         smem = cute.local_tile(self._grads_by_keys(unit), tile, (0, half))
         values = wgmma.rounded_values(words, traits.dtype)
-        store_rows(values, traits.mma_keys(width), smem, transposes=True)
+        store_rows(values, traits.mma_words(width), smem, transposes=True)
 
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         traits, chain, channels = self.traits, self.chain, self.channels
@@ -642,7 +637,8 @@ class BlockScores:
     def _pass_probs(self, block: Int32) -> None:
         """Give P to the other warpgroup."""
         if self.traits.has_p:
-            self._store_probs()
+            values = wgmma.rounded_values(self.probs, self.traits.dtype)
+            store_rows(values, self._exchange_mma(), self.tiles.p[None, None, 0])
         else:
             self.channels.grads.acquire(block)
             self._store_grads(self.probs, self.traits.ds_stage(block))
@@ -652,19 +648,12 @@ class BlockScores:
         """Get P from the other warpgroup."""
         cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
         if self.traits.has_p:
-            self._load_probs()
+            operand = wgmma.words_as_operand_a(self.probs, self.traits.dtype)
+            load_rows(self.tiles.p[None, None, 0], self._exchange_mma(), operand)
         else:
             # each warp overwrites its part of P by dS
             self._load_grads(self.probs, self.traits.ds_stage(block))
             cute.arch.sync_warp()
-
-    def _store_probs(self) -> None:
-        values = wgmma.rounded_values(self.probs, self.traits.dtype)
-        store_rows(values, self._exchange_mma(), self.tiles.p[None, None, 0])
-
-    def _load_probs(self) -> None:
-        operand = wgmma.words_as_operand_a(self.probs, self.traits.dtype)
-        load_rows(self.tiles.p[None, None, 0], self._exchange_mma(), operand)
 
     def _store_grads(self, words: cute.Tensor, unit: Int32) -> None:
         """Write dS^T of 64 keys and 64 queries in dQ's layout, a query's values contiguous."""
@@ -680,7 +669,7 @@ class BlockScores:
 
     def _exchange_mma(self) -> cute.TiledMma:
         """A product whose accumulator and operand A have the order of 64 keys by 64 queries."""
-        return self.traits.mma_keys(wgmma.ROWS_PER_WARPGROUP)
+        return self.traits.mma_words(wgmma.ROWS_PER_WARPGROUP)
 
 
 def _words_of(words: cute.Tensor, part: int, num_parts: int) -> cute.Tensor:

@@ -26,7 +26,7 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import alternating_sums, stats_words
+from flash_mask_cute.core.row_blocks import alternating_sums
 from flash_mask_cute.core.storage import barriers, elements, floats, words
 from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
@@ -39,8 +39,8 @@ from flash_mask_cute.sm90.flash_bwd_limits import (
     SPARE_REGISTERS,
     why_infeasible,
 )
-from flash_mask_cute.sm90.flash_bwd_token_limits import ListedQueryTraits
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns, shared_width
+from flash_mask_cute.sm90.query_block_traits import QueryBlockTraits
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import (
     COLUMNS,
@@ -116,7 +116,7 @@ class BwdSmem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BwdTraits(ListedQueryTraits):
+class BwdTraits(QueryBlockTraits):
     """Shape of one CTA's work: tile_n keys, and a walk over blocks of tile_m queries.
 
     Each of two MMA warpgroups owns 64 keys. Its S^T and dP^T have keys as rows, so P^T and dS^T are
@@ -344,13 +344,9 @@ class BwdTraits(ListedQueryTraits):
         return self.tile_m * self.tile_n * 2
 
     @property
-    def bytes_p(self) -> int:
-        """Bytes of P, which one warpgroup computes for both if they share keys."""
-        return ROWS_PER_WARPGROUP * ROWS_PER_WARPGROUP * 2 if self.has_p else 0
-
-    @property
     def has_p(self) -> bool:
-        """Whether P has a place of its own in shared memory."""
+        """Whether P, which one warpgroup computes for both if they share keys, has a place of its
+        own in shared memory."""
         return self.shares_keys and not self.cta_pair
 
     @property
@@ -363,32 +359,12 @@ class BwdTraits(ListedQueryTraits):
         """Bytes that come with the Q of a work tile's first block, and with its dO."""
         return self.bytes_k + self.bytes_peer_k
 
-    @property
-    def bytes_with_do(self) -> int:
-        return self.bytes_v
-
-    @property
-    def bytes_peer_ds(self) -> int:
-        return self.bytes_ds if self.cta_pair else 0
+    bytes_with_do = bytes_v
 
     @property
     def bytes_dq(self) -> int:
         """fp32 sums of a part of dQ on their way out."""
         return max(self.columns.sizes_dq) * 4
-
-    @property
-    def num_stats(self) -> int:
-        """Statistics of a query: LSE, delta, and the reference of its scores, if they have one."""
-        return 2 + self.has_reference
-
-    @property
-    def stats_words(self) -> int:
-        """Statistics of a query block, and marks of its rows."""
-        return stats_words(self.tile_m, self.num_stats, self.has_marks, self.packed_heads)
-
-    @property
-    def bytes_stats(self) -> int:
-        return self.stats_words * 4
 
     @property
     def bytes_bits(self) -> int:
@@ -406,10 +382,9 @@ class BwdTraits(ListedQueryTraits):
             # marks are among the small things
             self.stages_q * (self.bytes_q + max(2 * self.tile_m * 4, self.bytes_of_listed))
             + self.stages_do * self.bytes_do
-            + self.ds_stages * self.bytes_ds
-            + self.bytes_p
+            # with P, or the peer's dS
+            + (self.ds_stages + self.has_p + self.cta_pair) * self.bytes_ds
             + self.bytes_peer_k
-            + self.bytes_peer_ds
             + self.stages_kv * (self.bytes_k + self.bytes_v)
             + self.bytes_dq
             + self.bytes_bits
@@ -430,7 +405,7 @@ class BwdTraits(ListedQueryTraits):
         """dP^T = V dO^T of the values that lie in registers."""
         return make_mma(self.dtype, self.tile_m, source=REGISTERS)
 
-    def mma_keys(self, n: int) -> cute.TiledMma:
+    def mma_words(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
         return make_mma(self.dtype, n, b_major=MN, source=REGISTERS)
 
@@ -487,12 +462,8 @@ class BwdTraits(ListedQueryTraits):
         """(64, cols_dq, 1)."""
         return rows_layout(self.dtype, ROWS_PER_WARPGROUP, self.columns.cols_dq, 1)
 
-    def layout_peer_ds(self) -> cute.ComposedLayout:
-        """(64 queries, 64 keys, 1), keys contiguous."""
-        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
-
-    def layout_p(self) -> cute.ComposedLayout:
-        """(64 keys, 64 queries, 1), queries contiguous."""
+    def layout_block(self) -> cute.ComposedLayout:
+        """(64, 64, 1): queries by keys of the peer's dS, or keys by queries of P."""
         return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
 
     @property
@@ -500,10 +471,6 @@ class BwdTraits(ListedQueryTraits):
         """Warps that stage sums of dQ: one warpgroup's if the other has its own columns."""
         is_shared = self.own_warpgroup is None and not self.columns.alternating
         return self.num_mma_warps if is_shared else WARPS_PER_WARPGROUP
-
-    def shape_dq(self, width: int) -> tuple[int, int, int, int]:
-        """(4, lane, column group, warp): sums of dQ of a width as the threads hold them."""
-        return 4, 32, width // 8, self.staging_warps
 
     def sums_dq(self, block: Int32) -> Boolean:
         """Whether it is this MMA warpgroup's turn to sum dQ of a query block."""
@@ -541,9 +508,9 @@ class BwdTraits(ListedQueryTraits):
             k: elements(dtype, self.layout_k())
             v: elements(dtype, self.layout_v())
             ds: elements(dtype, self.layout_ds())
-            p: elements(dtype, self.layout_p(), self.has_p)
+            p: elements(dtype, self.layout_block(), self.has_p)
             peer_k: elements(dtype, self.layout_peer_k(), self.cta_pair)
-            peer_ds: elements(dtype, self.layout_peer_ds(), self.cta_pair)
+            peer_ds: elements(dtype, self.layout_block(), self.cta_pair)
             dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
             stats: floats(self.stats_words * self.stages_q)
             bits: words(COLUMNS.num_words * self.tile_n)
@@ -579,9 +546,9 @@ class BwdTraits(ListedQueryTraits):
             k=tensor(storage.k, self.layout_k()),
             v=tensor(storage.v, self.layout_v()),
             ds=tensor(storage.ds, self.layout_ds()),
-            p=tensor(storage.p, self.layout_p()) if self.has_p else None,
+            p=tensor(storage.p, self.layout_block()) if self.has_p else None,
             peer_k=tensor(storage.peer_k, self.layout_peer_k()) if self.cta_pair else None,
-            peer_ds=tensor(storage.peer_ds, self.layout_peer_ds()) if self.cta_pair else None,
+            peer_ds=tensor(storage.peer_ds, self.layout_block()) if self.cta_pair else None,
             dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((self.query_words, self.stages_q))),

@@ -61,7 +61,7 @@ from flash_mask_cute.sm90.cta_pairs import PeerWords
 from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS
-from flash_mask_cute.sm90.gradient_stores import KeyGradients, send_gradient
+from flash_mask_cute.sm90.gradient_stores import KeyGradients, rows_of, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     SMEM_BOOKKEEPING,
     Role,
@@ -122,9 +122,6 @@ class WideBwdTraits(BwdTraits):
                 return f"{name} must be {value} where head_dim is above {MAX_HEAD_DIM}, got {given}"
         is_right = MAX_HEAD_DIM < self.head_dim <= MAX_WIDE_HEAD_DIM
         return None if is_right else f"head_dim is from 264 to 512, got {self.head_dim}"
-
-    # a sum of some columns over a block, whose P or dS is in registers
-    mma_words = BwdTraits.mma_keys
 
     def layout_rows(self, stages: int) -> cute.ComposedLayout:
         """(64, tile_d, stages)."""
@@ -513,11 +510,7 @@ class RoleSums:
         for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
             for c in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[r, c] = cutlass.select_(has_sums[r], sums[r, c] * scale, Float32(0.0))
-        if const_expr(cute.rank(self.gradient) == 4):
-            gmem = self.gradient[None, None, work.head_idx, work.batch_idx]
-        else:
-            offset = work.offset_k if self.by_keys else work.offset_q
-            gmem = cute.domain_offset((offset, 0), self.gradient[None, None, work.head_idx])
+        gmem = rows_of(self.gradient, work, work.offset_k if self.by_keys else work.offset_q)
         own, first_row = mma_warpgroup_idx(), work.block * ROWS
         place = first_row, work.slot - first_row, own * traits.own_cols
         send_gradient(traits, acc, self.shared.out[None, None, own], gmem, *place)

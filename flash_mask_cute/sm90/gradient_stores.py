@@ -36,6 +36,14 @@ def scale(acc: cute.Tensor, factor: Float32) -> None:
         acc[i] = acc[i] * factor
 
 
+def rows_of(target: cute.Tensor, work: Work, offset: Int32) -> cute.Tensor:
+    """The (row, d) tensor of a work tile's head, with rows from the sequence's first one on.
+    offset: that row, where sequences are packed."""
+    if cute.rank(target) == 4:
+        return target[None, None, work.head_idx, work.batch_idx]
+    return cute.domain_offset((offset, 0), target[None, None, work.head_idx])
+
+
 def send_gradient(
     traits: Any,
     acc: cute.Tensor,
@@ -44,17 +52,22 @@ def send_gradient(
     first: Int32,
     count: Int32,
     first_col: Int32 | int = 0,
+    has_sums: Boolean | None = None,
 ) -> None:
     """Store 64 rows of a gradient, the first `count` of them, by way of this warpgroup's `smem`.
 
-    traits: with dtype and mma_words. smem: (rows, columns), at least 64 each. target: (row, d).
-    first, first_col: where in it the rows and their columns begin.
+    traits: with dtype and mma_words. smem: (64 rows or more, columns). target: (row, d). first,
+    first_col: where in it the rows and their columns begin. has_sums: False: store zeros.
     """
-    start, end = 0, wgmma.num_cols(acc)
+    start, end, cols = 0, wgmma.num_cols(acc), cute.size(smem, mode=[1])
     gmem = cute.domain_offset((first, 0), target)
     while start < end:
-        width = next(n for n in (64, 32, 16) if n <= end - start)
+        width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
         values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
+        if has_sums is not None:
+            words = cute.recast_tensor(values, Int32)
+            for i in range(cute.size(words)):
+                words[i] = cutlass.select_(has_sums, words[i], Int32(0))
         staged = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, width), (0, 0))
         send_rows(values, traits.mma_words(width), staged, gmem, count, first_col + start)
         start += width
@@ -72,42 +85,25 @@ def send_gradients(
 ) -> None:
     """Store this warpgroup's columns of dK or dV, for a work tile that ended before query `block`.
 
-    They go through the place of this warpgroup's part of dS of that block. This place has been
-    unused since both warpgroups met in the last block, after summing the dS before it, and only
-    this warpgroup uses it until they meet again. If the last block was skipped, adding its dQ
-    needed both warpgroups' sums of the previous block. If dS has one place, it has been acquired
-    for that block.
+    They go through the place of this warpgroup's part of dS of that block. Nothing has used it
+    since both warpgroups met in the last block, after summing the dS before it, and only this
+    warpgroup uses it until they meet again. If the last block was skipped, adding its dQ needed
+    both warpgroups' sums of the previous block. If dS has one place, it has been acquired for that
+    block.
     """
-    rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // traits.column_groups
+    cols = wgmma.ROWS_PER_WARPGROUP // traits.column_groups
     unit = traits.ds_unit(traits.ds_stage(block), traits.key_group(), 0)
-    smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, traits.column_group()))
+    part_of_ds = (wgmma.ROWS_PER_WARPGROUP, cols), (0, traits.column_group())
+    smem = cute.local_tile(tiles.ds[None, None, unit], *part_of_ds)
     first_key = work.block * traits.tile_n + traits.first_key()
-    if cute.rank(target) == 4:
-        gmem = target[None, None, work.head_idx, work.batch_idx]
-    else:
-        gmem = cute.domain_offset((work.offset_k, 0), target[None, None, work.head_idx])
-    gmem = cute.domain_offset((first_key, 0), gmem)
+    gmem = rows_of(target, work, work.offset_k)
     for acc, part in zip(accs, columns, strict=True):
-        start, end = 0, part.width
         first_col = part.first
         if part.sharers > 1:
-            first_col += traits.column_group() * end
-        while start < end:
-            width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
-            values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
-            words = cute.recast_tensor(values, Int32)
-            for i in range(cute.size(words)):
-                # without scores, what was loaded is another sequence's, perhaps not even finite
-                words[i] = cutlass.select_(has_sums, words[i], Int32(0))
-            send_rows(
-                values,
-                traits.mma_keys(width),
-                cute.local_tile(smem, (rows, width), (0, 0)),
-                gmem,
-                work.slot - first_key,
-                first_col + start,
-            )
-            start += width
+            first_col += traits.column_group() * part.width
+        rows = first_key, work.slot - first_key
+        # without scores, what was loaded is another sequence's, perhaps not even finite
+        send_gradient(traits, acc, smem, gmem, *rows, first_col, has_sums)
 
 
 @cute.jit
@@ -206,17 +202,14 @@ def stage_dq(
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
+        groups = columns.width // 8
+        # (2 columns, 2 rows, lane, column group, warp), as the threads hold the sums
+        layout = cute.make_layout((2, 2, 32, groups, traits.staging_warps))
         if const_expr(traits.by_query_lists):
             layout = by_queries(traits.packed_heads, columns.width)
-            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
-            quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))
-            for g in cutlass.range_constexpr(columns.width // 8):
-                cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
-        else:
-            layout = cute.make_layout(traits.shape_dq(columns.width))
-            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
-            quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
-            for g in cutlass.range_constexpr(columns.width // 8):
-                cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
+        staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+        quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, groups)))
+        for g in cutlass.range_constexpr(groups):
+            cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
     cute.arch.fence_proxy("async.shared", space="cta")
     channel.publish(number)
