@@ -1,10 +1,9 @@
 """Rows of tables that stay in a CTA's shared memory from one batch entry to the next.
 
-Work tiles of the same head and query block read the same rows of a table that batch entries share.
 A thread keeps what it has loaded of the first key blocks, each in a slot of its own, and reads it
-back where it computes such a tile again. Nobody else reads it, so nobody waits. A slot is valid
-while its tag names the head and the query block, so the order of work tiles matters for the speed
-alone (`TileScheduler.alternating`).
+back for the same head and query block of another batch entry. Nobody else reads it, so nobody
+waits. A slot is valid while its tag names the head and the query block, so the order of work tiles
+matters for the speed alone (`TileScheduler.alternating`).
 """
 
 from collections.abc import Callable

@@ -23,9 +23,8 @@ from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx, store_rows
 
 
 class BlockTraits(Protocol):
-    """What the arithmetic of a block knows. block_m: its queries. adds: something is added to
-    scores. sums: dS is summed over batch entries. is_banded: causal masking or a window hides
-    scores."""
+    """block_m: queries of a block. adds: something is added to scores. sums: of dS over batch
+    entries. is_banded: causal masking or a window hides scores."""
 
     dtype: type[cutlass.Numeric]
     has_score_mod: bool
@@ -93,9 +92,8 @@ def differentiate(
 ):
     """Round P and dS of a block into words, and add dS to its sums.
 
-    traits: `BlockTraits`. statistics: LSE, delta and, with a score_mod, reference, as `statistic`
-    has them. added: as `evaluate` has written it. exist: whether each of the thread's keys does.
-    accs: S, dP and, if there are any, the sums.
+    traits: `BlockTraits`. statistics: LSE, delta and, with a score_mod, reference (`statistic`).
+    added: by `evaluate`. exist: whether each of the thread's keys does. accs: S, dP and the sums.
     """
     scores, dprobs = (wgmma.rows_by_cols(x) for x in accs[:2])
     for g in cutlass.range_constexpr(traits.block_m // 8):
@@ -146,8 +144,8 @@ def clear_marked(
     warps: tuple,
     sync: cutlass.Constexpr[Callable[[], None]],
 ):
-    """Clear rows of marked queries (`core.row_blocks`) by some warps, which `sync` waits for.
-    words: of marks. rows: Q and dO, (row, column). warps: the number of this one, and how many."""
+    """Clear marked rows (`core.row_blocks`) of Q and dO, (row, column), by some warps, which `sync`
+    waits for. words: of marks. warps: the number of this one, and how many."""
     some = Int32(0)
     for word in words:
         some = some | word

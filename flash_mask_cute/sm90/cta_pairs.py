@@ -1,10 +1,8 @@
-"""Communication in a cluster of two CTAs with neighbouring keys, which sum dQ together.
+"""Communication between the two CTAs of a cluster.
 
-Both CTAs visit the same query blocks, each with its own keys. Each sums half of the columns of dQ
-over the keys of both. For this a CTA holds the keys of its peer in these columns, loaded once for a
-work tile. With every query block it also gets dS of its peer, as one copy from shared memory to
-shared memory. Nothing else is shared: dK and dV belong to a CTA's own keys, and each CTA loads its
-own queries.
+Two CTAs with neighbouring keys that sum dQ together visit the same query blocks. Each sums half of
+the columns of dQ over the keys of both. For this a CTA loads the keys of its peer in these columns,
+once for a work tile. With every query block it gets dS of its peer by one copy from shared memory.
 """
 
 from dataclasses import dataclass
@@ -47,7 +45,6 @@ class PeerGrads:
         return PeerGrads(channel, own, received, num_bytes)
 
     def acquire(self, block: Int32) -> None:
-        """Wait until the place of this CTA's dS is free for that of query `block`."""
         self.channel.acquire(block)
 
     @cute.jit
@@ -60,7 +57,6 @@ class PeerGrads:
             send(self.own, self.received, barrier, self.num_bytes, peer())
 
     def wait(self, block: Int32) -> None:
-        """Wait until the peer's dS of query `block` is here."""
         self.channel.wait(block)
 
     @cute.jit

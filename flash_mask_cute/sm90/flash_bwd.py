@@ -1,8 +1,7 @@
 """FlashAttention backward for Hopper: dQ, dK, dV from dO, LSE and delta = rowsum(dO * O) - dLSE.
 
-A persistent CTA computes work tiles of tile_n keys of a KV head, one after another. For each it
-walks over the queries of the group's heads in blocks of tile_m. With P = exp(S - LSE) and dP = dO
-V^T,
+A persistent CTA computes work tiles of tile_n keys of a KV head. For each it walks over the queries
+of the group's heads in blocks of tile_m. With P = exp(S - LSE) and dP = dO V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
@@ -33,14 +32,13 @@ registers in the layout that dV and dK need (FlashAttention-3's choice). dS also
 memory, where each warpgroup sums a part of the rows or columns of dQ over the keys of both. For
 wide heads dK and dV would take too many registers. There both warpgroups have the same keys and
 half of the columns each, and share the work on S and dP (`flash_bwd_scores`). Two CTAs with
-neighbouring keys may also sum dQ together there, half of the columns each (`cta_pairs`).
+neighbouring keys may also sum dQ together there (`cta_pairs`).
 
 The products of a block are issued in the order S, dP, dV, dQ, dK. The sums of dQ go to shared
-memory, in fp32 and in accumulator order. From there the load warp (`flash_bwd_loads`) adds them to
-scratch memory. As in the forward, the mma warps see masks only as bits (`rules/backward_mask.py`),
-and a walk without visible blocks visits one hidden block. The mma warps themselves add gradients of
-the aux tensors of a score_mod to memory (`mods/walk_sums.py`, `mods/aux_gradients.py`).
-docs/backward_sm90.md gives the reasons.
+memory, in fp32 and in accumulator order. From there the load warp adds them to scratch memory. As
+in the forward, the mma warps see masks only as bits, and a walk without visible blocks visits one
+hidden block. The mma warps add gradients of aux tensors to memory. docs/backward_sm90.md gives the
+reasons.
 """
 
 from collections.abc import Callable
@@ -337,16 +335,14 @@ class FlashAttentionBackwardSm90:
     def _launches(
         self, schedule: KeySchedule, gradients: KeyGradients, *_: Any
     ) -> tuple[tuple["FlashAttentionBackwardSm90", KeySchedule, KeyGradients], ...]:
-        """The kernels to launch one after the other, with their work tiles and results."""
+        """The kernels to launch one after the other."""
         return ((self, schedule, gradients),)
 
     def _passes_over(self, masks: MaskArgs, scales: ScoreScales) -> bool:
-        """Whether a warpgroup skips blocks in which a mask hides all of its keys.
-
-        It does not if scores are modified: with such a branch the compiler copies S while its
-        product is in flight, and ptxas then waits after each product. Nor does it if only the first
-        block of a walk can be hidden, because its bits come too late.
-        """
+        """Whether a warpgroup skips blocks in which a mask hides all of its keys. Not if scores are
+        modified: with such a branch the compiler copies S while its product is in flight, and ptxas
+        then waits after each product. Nor if only the first block of a walk can be hidden, because
+        its bits come too late."""
         is_plain = self.score_mod is None and scales.cap is None and not self.traits.by_query_lists
         may_hide = self.is_local or masks.may_shorten(self)
         if self.traits.lists_per_warpgroup:
@@ -469,8 +465,7 @@ class FlashAttentionBackwardSm90:
         score_args: BwdScoreArgs,
         passes_over: cutlass.Constexpr[bool],
     ):
-        """MMA warpgroup: 64 keys of every work tile, or a part of the columns of dK and dV. traits:
-        those of the warpgroup, if the two have code of their own."""
+        """MMA warpgroup: 64 keys of every work tile, or a part of the columns of dK and dV."""
         ring = channels.ring
         products = BlockProducts(traits, channels, Fragments.create(traits, tiles))
         acc_dV, acc_dK = (
@@ -497,8 +492,8 @@ class FlashAttentionBackwardSm90:
                     block += 1
                     cut += 1
             # -- query blocks
-            # Partial and full blocks have a loop each, of the same text. One loop that tests every
-            # block would branch while products are in flight, and ptxas would serialise them all.
+            # Partial and full blocks have a loop each. A test of every block would be a branch
+            # while products are in flight, and ptxas would serialise them all.
             while current != Kind.END:
                 for kind in (Kind.PARTIAL, Kind.FULL):
                     while current == kind:
@@ -577,8 +572,7 @@ class FlashAttentionBackwardSm90:
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
     ) -> Peeked:
-        """Add a query block to the sums. Its dO may still be in flight. Returns what is known of
-        the next block.
+        """Add a query block, whose dO may be in flight. Returns what is known of the next block.
 
         sums: dV and dK so far, (64, width) for each part of their columns, and whether anything was
         added to them. None: this warpgroup's keys are hidden from the block, so its dS is 0.
@@ -613,8 +607,7 @@ class FlashAttentionBackwardSm90:
         sums: tuple[list, list, Boolean] | None,
         sums_dq: bool,
     ) -> Peeked:
-        """The sums of a query block (`_process`), from its P and dS. sums_dq: also those of dQ.
-        state.cut is that of the next block."""
+        """The sums of a block from its P and dS. state.cut: that of the next block."""
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums

@@ -23,15 +23,13 @@ from flash_mask_cute.sm90.warpgroups import Role
 
 
 class BwdScoreArgs(NamedTuple):
-    """Processing of the scores, and the tensors that the modifier reads and has gradients for.
-    aux_grads: of each wanted tensor, the sums of its gradient (`AuxSums`)."""
+    """aux_grads: of each wanted tensor, the sums of its gradient (`AuxSums`)."""
 
     scales: ScoreScales
     aux_tensors: Any
     aux_grads: tuple | None
 
     def of(self, wants_aux: tuple[int, ...], wanted: tuple[int, ...]) -> "BwdScoreArgs":
-        """With the sums of some of the wanted tensors only."""
         assert self.aux_grads is not None
         pairs = zip(wants_aux, self.aux_grads, strict=True)
         return self._replace(aux_grads=tuple(x for i, x in pairs if i in wanted))
@@ -66,6 +64,7 @@ def make_chain(
     if not wants_aux:
         return chain
     reads = reads._replace(tensors={i: reads.tensors[i] for i in wants_aux})
+    targets = dict(zip(wants_aux, score_args.aux_grads or (), strict=True))
     # warpgroups that share keys have dS of a P in 16 bits only
     is_exact = not traits.shares_keys and score_args.scales.cap is None
     # sums over a walk end with a head; keys in common have a head's queries of each sequence, and
@@ -75,7 +74,6 @@ def make_chain(
     has_diagonals = lengths.q_start is None
     by_difference = None
     if sums is not None and has_heads and has_diagonals:
-        targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
         by_difference = _sums_by_difference(kernel, score_args, reads, targets, sums)
     summed = {x.number for x in by_difference.reads} if by_difference is not None else ()
     are_easy = all(
@@ -85,25 +83,21 @@ def make_chain(
     of_grads = reads.is_shift and are_easy and is_exact and has_heads
     walk, of_walk = None, walk_reads(reads) if has_heads else ()
     if of_walk:
-        assert score_args.aux_grads is not None
-        targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
         found = tuple(targets[read.number] for read in of_walk)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
     groups = line_groups(line_reads(reads, has_diagonals)) if has_heads else ()
-    uniform = []
-    for group in groups if of_grads else ():
-        if group.line is Line.DIAGONAL and not group.cuts:
-            targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
-            uniform.append(
-                UniformDiagonals.create(group, tuple(targets[x.number] for x in group.reads))
-            )
+    uniform = tuple(
+        UniformDiagonals.create(group, tuple(targets[x.number] for x in group.reads))
+        for group in (groups if of_grads else ())
+        if group.line is Line.DIAGONAL and not group.cuts
+    )
     return replace(
         chain,
         of_grads=of_grads,
         walk=walk,
         by_difference=by_difference,
         groups=groups,
-        uniform=tuple(uniform),
+        uniform=uniform,
         lines=LINES,
         once=tuple(i for i, x in reads.tensors.items() if x.read_once_an_entry),
     )

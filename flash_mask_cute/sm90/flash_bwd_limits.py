@@ -8,8 +8,7 @@ from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 # the widest heads where a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
-# what MMA warpgroups may take: the more, the less is left for the others, who get along with what
-# the most leaves them where there is little to schedule and few bits to make
+# what MMA warpgroups may take; the most only where there is little to schedule and few bits to make
 MMA_REGISTERS = (216, 232, 240)
 # what a thread needs besides fragments, or nearly so, and what it is better off with
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
@@ -24,9 +23,8 @@ MAX_TOKEN_DIM = 128
 
 
 def may_loop_over_scores(cols: int) -> bool:
-    """Whether MMA warps may have a loop over gradients of scores at run time, by the columns of
-    queries: where dQ is summed in turn, S and dP would be copied for it while their products are
-    in flight."""
+    """Whether MMA warps may have a loop over gradients of scores at run time. Where dQ is summed in
+    turn, S and dP would be copied for it while their products are in flight. cols: of queries."""
     return not alternating_sums(cols, 1)
 
 

@@ -1,10 +1,8 @@
 """The load warp of the Hopper backward: its loads, and the sums of dQ that it sends.
 
-Q and dO of a query block are requested one block ahead of the MMA warpgroups. When they begin a
-block, the load warp does three things in this order. It requests the next block's Q and dO. It
-waits until the dQ of the block before last has left its staging memory. It sends the dQ of the last
-block. Keys and values of a work tile come with its first block. docs/backward_sm90.md gives the
-reasons.
+When the MMA warpgroups begin a block, the load warp requests the next block's Q and dO, waits until
+the dQ of the block before last has left its staging memory, and sends the dQ of the last block.
+Keys and values of a work tile come with its first block. docs/backward_sm90.md gives the reasons.
 """
 
 from dataclasses import dataclass
@@ -139,9 +137,9 @@ class BwdLoads:
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
         """Load the keys and values of a work tile, which complete query block `first` and its dO.
 
-        With one stage, the previous block reads the keys and values of the previous work tile until
-        its dQ is complete; then it releases dO, or Q if dQ has several parts. With two stages, the
-        readers of the stage have already released a Q whose place `first` has taken.
+        With one stage, the block before reads the previous work tile's until its dQ is complete;
+        then it releases dO, or Q if dQ has several parts. With two stages, the readers of the stage
+        have already released a Q whose place `first` has taken.
         """
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         side, copies = tma.RowSide.of_keys(self.lengths), []

@@ -19,9 +19,9 @@ from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 
 @dataclass(frozen=True)
 class BlockProducts:
-    """An MMA warpgroup's products after P and dS. They are issued in the order dV, dQ, dK; between
-    two CTAs that sum dQ together, a part of dK comes before dQ. If a block is computed in halves,
-    dV and dK of a half come as soon as it has P and dS, and all of dQ after both halves."""
+    """The products after P and dS, in the order dV, dQ, dK. If two CTAs sum dQ together, a part of
+    dK comes before dQ. If a block is computed in halves, dV and dK of a half come as soon as it has
+    P and dS, and dQ after both."""
 
     traits: cutlass.Constexpr[BwdTraits]
     channels: Channels
@@ -30,7 +30,7 @@ class BlockProducts:
     def add_dv(
         self, accs: list, words: cute.Tensor, block: Int32, accumulate: bool | Boolean
     ) -> None:
-        """Start dV += P^T dO; accs: dV, (64, width) for each part of its columns; words: P^T."""
+        """Start dV += P^T dO. accs: (64, width) for each part of dV's columns. words: of P^T."""
         stage = self.channels.do.index(block)
         self._issue_sums(accs, words, self.fragments.dv_do, stage, accumulate)
 
@@ -60,8 +60,8 @@ class BlockProducts:
         accumulate: bool | Boolean,
         issue_dQ: Callable[[int], list],
     ) -> tuple[list, int]:
-        """Start the first part of dQ, and dK += dS^T Q, after dV; accs: dK; words: dS^T. Returns
-        the accumulators of dQ, and the number of products issued after it."""
+        """Start the first part of dQ, and dK += dS^T Q, after dV. accs: of dK. words: of dS^T.
+        Returns the accumulators of dQ, and the number of products issued after it."""
         operands, stage = self.fragments.dk_q, self.channels.q.index(block)
         if not self.traits.cta_pair:
             acc_dQ = issue_dQ(0)
@@ -82,8 +82,7 @@ class BlockProducts:
         return acc_dQ, 1
 
     def issue_dq(self, block: Int32, tile: Int32, groups: tuple[Int32, ...], part: int) -> list:
-        """Start this warpgroup's products of a part of dQ = dS K, over the keys of groups, if there
-        are any; returns their accumulators."""
+        """Start this warpgroup's products of a part of dQ over the keys of some groups."""
         traits, accs = self.traits, []
         if not groups:
             return accs
@@ -104,7 +103,7 @@ class BlockProducts:
 
     @cute.jit
     def send_grads(self, block: Int32):
-        """Send dS to the other CTA, if there is one; one warp does so when all have written it."""
+        """Send dS, which all warps have written, to the other CTA, if there is one."""
         if const_expr(self.traits.cta_pair):  # noqa: SIM102 (decided while tracing)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
                 self.channels.grads.send(block)

@@ -1,11 +1,7 @@
 """The Hopper backward of a query block before its sums: S and dP, then P and dS.
 
-A warpgroup has 64 keys as rows and the block's queries as columns. P^T and dS^T come out in 16 bits
-as register operands of dV and dK; dS^T also goes to shared memory, where dQ reads it.
-
-If warpgroups have different keys, each computes both products. If both have the same keys, the
-first one computes S and P and the second one dP and dS, and they exchange P and dS through shared
-memory:
+If warpgroups have different keys, each computes both products. If both have the same keys, they
+exchange P and dS through shared memory:
 
     warpgroup 0: S -> P -> store                      -> load dS
     warpgroup 1: dP              -> load P -> dS -> store
@@ -66,8 +62,7 @@ NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 
 class Factors(NamedTuple):
-    """The operands of S^T = K Q^T and dP^T = V dO^T in shared memory. q and do: one for each part
-    of the products' columns."""
+    """Operands in shared memory. q and do: one for each part of the products' columns."""
 
     k: cute.Tensor  # (64 keys, tile_d) in k-steps, and stages
     q: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_d) each, or all in one
@@ -83,9 +78,8 @@ def sync_both() -> None:
 class Peeked(NamedTuple):
     """Fills for the next query block that are known to have arrived (`Channel.is_full`).
 
-    bits: the bits of the next partial block, as far as this warp knows. bits_for_all: the same, as
-    all warps of both warpgroups know it. unmarked: Q has arrived, and none of its rows must be
-    cleared.
+    bits: of the next partial block, as far as this warp knows. bits_for_all: the same, as all warps
+    of both warpgroups know it. unmarked: Q has arrived, and none of its rows must be cleared.
     """
 
     q: Boolean
@@ -101,8 +95,7 @@ class Peeked(NamedTuple):
 
 @cute.jit
 def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """Run a step of a query block with whether it is this warpgroup's turn to sum dQ. Each case has
-    code of its own: a branch while products are in flight would serialise them."""
+    """Run step(is_turn). A branch inside it, while products are in flight, would serialise them."""
     peeked = Peeked.nothing()
     if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
         peeked = step(True)
@@ -121,8 +114,8 @@ class MainloopState(NamedTuple):
 
 
 class HalfSums(NamedTuple):
-    """Functions that issue the products of dV and of dK over half of a block's queries. Each takes
-    the words of P or dS of that half, and its number, and returns the number of products."""
+    """Functions that issue products over half of a block's queries. Each takes the words of P or dS
+    of that half, and its number, and returns the number of products."""
 
     add_dv: Callable[[cute.Tensor, int], int]
     add_dk: Callable[[cute.Tensor, int], int]
@@ -130,12 +123,8 @@ class HalfSums(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockScores:
-    """P^T and dS^T of a query block.
-
-    probs, grads: P^T and dS^T (64, tile_m) as words of two numbers (`wgmma.round_pairs`), operands
-    of dV and dK. values: the first columns of this warpgroup's values as an operand, kept in
-    registers (`BwdTraits.value_steps`), or None.
-    """
+    """probs, grads: P^T and dS^T (64, tile_m) of a query block, as words of `wgmma.round_pairs`.
+    values: the first columns of this warpgroup's values in registers, or None."""
 
     traits: cutlass.Constexpr[BwdTraits]
     tiles: BwdSmem
@@ -216,13 +205,9 @@ class BlockScores:
 
     @cute.jit
     def clear_marked_rows(self, block: Int32) -> None:
-        """Clear the marked rows of Q and dO in a query block whose Q has arrived.
-
-        Probabilities of 0 would not keep these rows from the sums (`core.row_blocks.marks_of`).
-
-        Run by both warpgroups, with no products of the block in flight; they meet only if there are
-        such rows.
-        """
+        """Clear the rows of Q and dO that probabilities of 0 would not keep from the sums
+        (`core.row_blocks.marks_of`), in a block whose Q has arrived. Run by both warpgroups, with
+        no products of the block in flight; they meet only if there are such rows."""
         traits, channels = self.traits, self.channels
         if self._any_mark(block):
             channels.do.wait(block)
@@ -262,8 +247,8 @@ class BlockScores:
     def is_hidden(
         self, state: MainloopState, by_bits: cutlass.Constexpr[bool], first_visible: Int32 | None
     ) -> Boolean:
-        """Whether all keys of this warpgroup are known to be hidden from a query block. by_bits: by
-        mask bits. first_visible: the first block that causal masking lets see a key."""
+        """Whether all keys of this warpgroup are known to be hidden from a query block.
+        first_visible: the first block that causal masking lets see a key."""
         is_hidden = Boolean(False)
         if const_expr(by_bits):
             if state.peeked.bits_for_all:
@@ -282,8 +267,8 @@ class BlockScores:
 
     @cute.jit
     def tell_ready(self, block: Int32, following_cut: Int32) -> None:
-        """Record whether the next bits have arrived, for both warpgroups when they meet in a block.
-        The behaviour of a warpgroup must not depend on what each of its warps observes."""
+        """Record whether the next bits have arrived, for both warpgroups when they meet in a block:
+        what a warpgroup does must not depend on what each of its warps observes."""
         is_ready, ready = self.channels.bits.is_full(following_cut), self.tiles.ready
         if cute.arch.thread_idx()[0] == THREADS_PER_WARPGROUP:
             ready[block % 2] = Int32(is_ready)
@@ -352,11 +337,7 @@ class BlockScores:
             self._store_grads(words, unit)
 
     def _compute_in_halves(self, kind: Kind, state: MainloopState, sums: HalfSums) -> None:
-        """P and dS, and the products of dV and dK, of one half of the queries after the other.
-
-        While dS of the first half is computed, S of the second one is in flight; while P of the
-        second half is computed, its dP is.
-        """
+        """P and dS, and the products of dV and dK, of one half of the queries after the other."""
         traits, channels = self.traits, self.channels
         width = traits.tile_m // self.num_parts
         bits = self._bits(kind, state.cut, state.peeked.bits)
@@ -401,7 +382,7 @@ class BlockScores:
     def _make_grads(
         self, acc_dP: cute.Tensor, probs: cute.Tensor, grads: cute.Tensor, delta: cute.Tensor
     ) -> None:
-        """Words of dS from dP and words of P."""
+        """dS from dP, as words, and from words of P."""
         factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
         factors.store(wgmma.rounded_values(probs, self.traits.dtype).load().to(Float32))
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
@@ -445,9 +426,8 @@ class BlockScores:
             wgmma.round_pairs(self.probs, acc_S, traits.dtype)
 
     def _compute_by_parts(self, kind: Kind, state: MainloopState) -> None:
-        """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
-        time: a branch in each part, for sums in memory or by references, keeps the compiler from
-        mixing parts, which the registers do not hold."""
+        """P, dS and the gradients of aux tensors, one part of the columns at a time. A branch in
+        each part keeps the compiler from mixing parts, which the registers do not hold."""
         counts = self.num_parts, len(self.factors.q), len(self.factors.do)
         width, width_s, width_dp = (self.traits.tile_m // count for count in counts)
         statistics = self._statistics(state.block)
@@ -559,7 +539,7 @@ class BlockScores:
     def _apply(
         self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
     ) -> None:
-        """Replace S by P; for modified scores write P to `probs`, and P times derivative to S."""
+        """P in place of S; of modified scores P in `probs`, and P times derivative for S."""
         bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
             if bits is not None:
@@ -576,7 +556,6 @@ class BlockScores:
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
     def _chain_of(self, block: Int32) -> ScoreChain:
-        """The chain of modifications of a query block's scores."""
         if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
             m_block = self.tiles.words[1, self.channels.q.index(block)]
             return replace(self.chain, reduces_diagonals=is_mma_turn(m_block))
@@ -635,7 +614,6 @@ class BlockScores:
         return Statistics(lse, delta, reference, has_reference(references))
 
     def _pass_probs(self, block: Int32) -> None:
-        """Give P to the other warpgroup."""
         if self.traits.has_p:
             values = wgmma.rounded_values(self.probs, self.traits.dtype)
             store_rows(values, self._exchange_mma(), self.tiles.p[None, None, 0])
@@ -645,7 +623,6 @@ class BlockScores:
         cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
 
     def _take_probs(self, block: Int32) -> None:
-        """Get P from the other warpgroup."""
         cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
         if self.traits.has_p:
             operand = wgmma.words_as_operand_a(self.probs, self.traits.dtype)

@@ -6,9 +6,9 @@ entries. It has all of P and dS of an entry, so it writes dQ, dK and dV once, in
     S^T = K Q^T        dP^T = V dO^T        P = exp(S - LSE)        dS = P * (dP - delta)
     dV = P^T dO        dK = scale dS^T Q    dQ = scale dS K
 
-What a score_mod adds is the same for all entries. It is evaluated once, and stays in shared memory,
-where each thread reads its own values; -inf hides scores. For the gradients of its tensors, dS is
-summed over entries in registers (`entry_sums`).
+What a score_mod adds is the same for all entries. It is evaluated once, and stays in shared memory
+(`cached_bias_tile`). For the gradients of its tensors, dS is summed over entries in registers
+(`entry_sums`).
 
 | warps             | role | work                                                   |
 |-------------------|------|--------------------------------------------------------|
@@ -69,8 +69,7 @@ from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads). ALL: of the MMA warps. SENT and the next: the warps of
-    an MMA warpgroup have sent gradients."""
+    """Named barriers (0 is __syncthreads). ALL: of MMA warps. SENT and next: of a warpgroup."""
 
     ALL = 1
     SENT = 2
@@ -93,14 +92,7 @@ class ShortPart(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ShortBackwardSm90:
-    """Kernel for Hopper, to be passed to `cute.compile`.
-
-    :param traits: that fit
-    :param score_mod: adds a number that all batch entries share
-        (`ModReads.is_batch_invariant_bias`)
-    :param wants_aux, once: as in `SharedGradientsSm90`
-    :param is_causal: as in the main kernel
-    """
+    """Kernel for Hopper, for `cute.compile`. Parameters are those of `SharedGradientsSm90`."""
 
     traits: ShortTraits
     score_mod: Callable[..., Any] | None = None
@@ -135,15 +127,8 @@ class ShortBackwardSm90:
         window_size_left: Int32 | None = None,
         window_size_right: Int32 | None = None,
     ):
-        """Launch on `stream`.
-
-        :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense, as many heads of keys as of
-            queries
-        :param mdQ, mdK, mdV: gradients, like mQ, mK and mV
-        :param sums: as in `SharedGradientsSm90`
-        :param num_parts: of the batch
-        :param window_size_left, window_size_right: as in the main kernel
-        """
+        """Launch on `stream`. Arguments are those of the main kernel, dense, with as many heads of
+        keys as of queries. num_parts: of the batch. sums: as in `SharedGradientsSm90`."""
         traits = self.traits
         sources = EntrySources.create(
             mStats,
@@ -257,7 +242,7 @@ class ShortBackwardSm90:
         number: Int32,
         place: tuple[Int32, Int32],
     ) -> None:
-        """The statistics of 64 queries after another, and the marks of their row blocks."""
+        """Statistics, 64 queries at a time, and marks of their row blocks."""
         traits, (head_idx, batch_idx) = self.traits, place
         stats_m, rows = traits.stats_m, ROWS_PER_WARPGROUP
         target, barrier = smem[None, channel.index(number)], channel.barrier(number)
@@ -403,7 +388,7 @@ class ShortBackwardSm90:
         return Places.create(b * self.traits.block_m, first_key, part.head_idx, *extents[:2])
 
     def _added(self, tiles: ShortTiles, b: int) -> cute.Tensor | None:
-        """Shared memory for what is added to scores of this thread in a block."""
+        """What is added to this thread's scores in a block."""
         if not self.traits.adds:
             return None
         groups = self.traits.block_m // 8

@@ -115,7 +115,7 @@ class ShortTraits(HeadColumns):
 
     @property
     def has_gaps(self) -> bool:
-        """Whether products read parts of dS that no scores have, for rows that are not stored."""
+        """Whether products read parts of dS that nobody writes, for rows that are not stored."""
         return self.tile_m < self.stats_rows or self.key_warps < self.num_mma_warps
 
     @property
@@ -155,7 +155,7 @@ class ShortTraits(HeadColumns):
 
     @property
     def num_stats(self) -> int:
-        """Of a query: LSE, delta and, with a score_mod, reference."""
+        """LSE, delta and, with a score_mod, reference."""
         return 2 + self.has_score_mod
 
     @property

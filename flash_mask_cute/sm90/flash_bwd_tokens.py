@@ -49,8 +49,8 @@ def _of_first(value: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class TokenLoads(QueryLoads):
-    """`QueryLoads` of listed queries; stats (heads_kv, queries, -1). In place of a row block each
-    lane has the place of its query in scratch memory, or UNSENT."""
+    """stats (heads_kv, queries, -1). In place of a row block each lane has the place of its query
+    in scratch memory, or UNSENT."""
 
     def row_block(self, work: Work, block: Block) -> Int32:
         tokens = self.traits.tokens_per_block
@@ -129,8 +129,8 @@ class TokenLoads(QueryLoads):
 
 @dataclass(frozen=True)
 class TokenSums(DqSums):
-    """`DqSums` of listed queries, without an order: each lane adds those of its query. part_sizes:
-    the sums of a query. num_tokens: queries of a block."""
+    """Without an order: each lane adds the sums of its query. part_sizes: the sums of a query.
+    num_tokens: queries of a block."""
 
     num_tokens: cutlass.Constexpr[int] = 1
 

@@ -1,7 +1,4 @@
-"""Static facts of the Hopper backward: tiles, WGMMA shapes, shared memory, warps and registers.
-
-Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made where they are needed.
-"""
+"""Static facts of the Hopper backward: tiles, WGMMA shapes, shared memory, warps and registers."""
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -65,8 +62,8 @@ PAIR_WIDTHS = (160, 192, 256)
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads). PROBS: P of a block has been written, if the warpgroups
-    share keys. SENT and the next: the warps of an MMA warpgroup have sent dK and dV."""
+    """Named barriers (0 is __syncthreads). PROBS: P of a block has been written for the other MMA
+    warpgroup. SENT and the next: the warps of an MMA warpgroup have sent dK and dV."""
 
     BOTH = 1
     PROBS = 2
@@ -89,14 +86,10 @@ class Channels(NamedTuple):
 
 
 class BwdSmem(NamedTuple):
-    """The contents of shared memory: see `BwdTraits` for the layouts.
-
-    p: P of a block, if the warpgroups share keys. peer_k, peer_ds: from the other CTA. dq: fp32
-    sums of a part. stats: `core.row_blocks.stats_words`, words: `query_words`, of a query block.
-    bits: of a partial block. any_bits: for each 32 keys, the OR of their bits. ready: two places,
-    used alternately: whether the bits of the next block had arrived when both warpgroups met in a
-    block. sums: of reads by difference, of each warp that sums.
-    """
+    """peer_k, peer_ds: from the other CTA. dq: fp32 sums of a part. any_bits: for each 32 keys, the
+    OR of their bits. ready: two places, used alternately: whether the bits of the next block had
+    arrived when both warpgroups met in a block. sums: of reads by difference, of each warp that
+    sums."""
 
     q: cute.Tensor  # (tile_m, tile_d, stages_q)
     do: cute.Tensor  # (tile_m, tile_dv, stages_do)
@@ -117,30 +110,25 @@ class BwdSmem(NamedTuple):
 
 @dataclass(frozen=True)
 class BwdTraits(QueryBlockTraits):
-    """Shape of one CTA's work: tile_n keys, and a walk over blocks of tile_m queries.
+    """Shape of one CTA's work (see the top of `flash_bwd`): tile_n keys, and a walk over blocks of
+    tile_m queries.
 
-    Each of two MMA warpgroups owns 64 keys. Its S^T and dP^T have keys as rows, so P^T and dS^T are
-    register operands of dV and dK. Only dS goes through shared memory, for dQ, which sums over the
-    keys of both. For heads wider than 128 the sums of dK and dV do not fit a warpgroup's registers.
-    Then both warpgroups work on the same 64 keys, each has half of the columns of dK and dV, and
-    one computes S, the other dP. stages_kv 2: the next work tile's keys and values arrive while
-    this one computes. value_cols: columns of its values that a warpgroup keeps in registers, if
-    nothing modifies the scores; the products of dO with these read half as much shared memory.
+    stages_kv 2: the next work tile's keys and values arrive while this one computes. value_cols:
+    columns of its values that a warpgroup keeps in registers, if nothing modifies the scores; the
+    products of dO with these read half as much shared memory. cta_pair: two CTAs with neighbouring
+    keys sum dQ together, half of the columns each. P then takes the way of dS, which has only one
+    place, so nothing may modify scores. splits_keys: each warpgroup has keys of its own in heads
+    wider than 128. Then registers are left for S and dP of half of a block, and nothing may modify
+    scores. shares_tile: narrower heads share keys, too.
 
-    has_reference: the statistics of a query have a third number, for scores of any magnitude.
-    sums_of_warp, sums_of_mask_warp: words of an MMA warp, and of a mask warp, for sums of gradients
-    of aux tensors by difference; mask warps sum dS in shared memory (`flash_bwd_diagonals`).
-    cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
-    each. P then takes the way of dS, which has only one place, so nothing may modify scores.
-    splits_keys: each warpgroup has keys of its own though heads are wider than 128. Then registers
-    are left for S and dP of half of a block (`BlockScores`), and nothing may modify scores.
-    has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
-    warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
-    packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
-    few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
-    lie together. group_size: how many of a query's rows are heads, the first ones; 0: all.
-    shares_tile: narrower heads share keys, too. lists_per_warpgroup: block lists say of each
-    warpgroup's keys what they see (`BackwardMask.own_keys`).
+    has_marks: rows of queries that see nothing may be marked to be cleared. has_reference: the
+    statistics of a query have a third number, for scores of any magnitude. sums_of_warp,
+    sums_of_mask_warp: words of an MMA warp, and of a mask warp, for sums of gradients of aux
+    tensors by difference. own_warpgroup: the MMA warpgroup that these traits are for, where the two
+    have code of their own (`GradientColumns`). packed_heads: above 1, a block has all heads of a
+    few listed queries (`flash_bwd_tokens`). group_size: how many of a query's rows are heads, the
+    first ones; 0: all. lists_per_warpgroup: block lists say of each warpgroup's keys what they see
+    (`BackwardMask.own_keys`).
     """
 
     dtype: type[cutlass.Numeric]
@@ -199,8 +187,7 @@ class BwdTraits(QueryBlockTraits):
 
     @property
     def ds_stages(self) -> int:
-        """Stages of dS. With two, a warpgroup writes dS of a block while the other one may still
-        sum the previous block; used if there is room."""
+        """With two, a warpgroup writes dS of a block while the other may still sum the last."""
         return 1 if self.cta_pair or self.splits_keys else 2
 
     @property
@@ -235,19 +222,15 @@ class BwdTraits(QueryBlockTraits):
         return self.tile_m // ROWS_PER_WARPGROUP
 
     def num_score_parts(self, num_aux_grads: int) -> int:
-        """Parts of the columns of S and dP, processed in turn if aux tensors have gradients, or if
-        there are registers for no more.
-
-        Such gradients need S and dP of a score at once, and all columns would not fit registers:
-        docs/facts/compiler.md#gradients-of-aux-tensors-need-s-and-dp-of-each-score-at-once
-        """
+        """Parts of the columns of S and dP, processed in turn: registers would not hold all columns
+        for gradients of aux tensors, which need S and dP of a score at once
+        (docs/facts/compiler.md#gradients-of-aux-tensors-need-s-and-dp-of-each-score-at-once)."""
         if self.splits_keys:
             return NUM_HALVES
         return 1 if num_aux_grads == 0 else 2 if num_aux_grads == 1 else 4
 
     @property
     def columns(self) -> GradientColumns:
-        """The columns of the products that sum dQ, dK and dV."""
         tile = self.tile_m, self.tile_d, self.tile_dv
         more: tuple[Any, ...] = (self.own_warpgroup,)
         if self.splits_keys:
@@ -255,7 +238,6 @@ class BwdTraits(QueryBlockTraits):
         return GradientColumns(*tile, self.num_ctas, self.shares_keys, *more)
 
     def for_warpgroup(self, warpgroup: int) -> "BwdTraits":
-        """The traits of one MMA warpgroup's code."""
         return replace(self, own_warpgroup=warpgroup)
 
     def warpgroup_idx(self) -> Int32 | int:
@@ -287,7 +269,6 @@ class BwdTraits(QueryBlockTraits):
 
     @property
     def needed_registers(self) -> int:
-        """Registers of an MMA thread."""
         more = max(self.value_cols // COLS_PER_REGISTER, SPARE_REGISTERS)
         return self.fragment_registers + SCALAR_REGISTERS + more
 
@@ -345,8 +326,7 @@ class BwdTraits(QueryBlockTraits):
 
     @property
     def has_p(self) -> bool:
-        """Whether P, which one warpgroup computes for both if they share keys, has a place of its
-        own in shared memory."""
+        """Whether P of warpgroups that share keys has a place of its own."""
         return self.shares_keys and not self.cta_pair
 
     @property
@@ -489,7 +469,6 @@ class BwdTraits(QueryBlockTraits):
         return self.key_group() * ROWS_PER_WARPGROUP
 
     def key_group(self) -> Int32:
-        """The index of this MMA warpgroup's group of keys."""
         return Int32(0) if self.shares_keys else mma_warpgroup_idx()
 
     def column_group(self) -> Int32 | int:
@@ -497,8 +476,6 @@ class BwdTraits(QueryBlockTraits):
         return self.warpgroup_idx() if self.shares_keys else Int32(0)
 
     def storage(self) -> cute.struct:
-        """The shared memory of a CTA."""
-
         dtype = self.dtype
 
         @cute.struct
@@ -538,7 +515,6 @@ class BwdTraits(QueryBlockTraits):
         return Storage
 
     def tiles(self, storage: Any) -> BwdSmem:
-        """The tensors in a CTA's `storage`."""
         tensor, summed = partial(swizzled, dtype=self.dtype), self.sums_words > 0
         return BwdSmem(
             q=tensor(storage.q, self.layout_q()),
@@ -561,8 +537,7 @@ class BwdTraits(QueryBlockTraits):
     def channels(
         self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
-        """The channels in a CTA's `storage`, made by all threads; a barrier must follow.
-        predecessors: see `WalkRing`."""
+        """Made by all threads; a barrier must follow. predecessors: see `WalkRing`."""
         mma_warps = self.num_mma_warps
         loads = 1  # the load warp, with the bytes that TMA brings
         # of two warpgroups with the same keys one computes S

@@ -31,18 +31,16 @@ they need the next ones. In tiles with three warpgroups or more, a warpgroup ski
 if its 64 rows see none of its keys, and multiplies one half if they see no key of the other.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
-so the tensor cores work on P V while the exponentials of the next block are computed. With three, P
-V goes first, and the tensor cores work on the other warpgroups' products meanwhile. At the end of a
-work tile the last P V is issued together with the first S of the *next* tile; the load warp has
-already loaded its operands. Under that product the output is scaled, staged in shared memory and
-stored by TMA. Warpgroups take turns to issue (FlashAttention-3's ping-pong), so that one computes
-exponentials while another multiplies.
+so P V overlaps the exponentials of the next block. At the end of a work tile the last P V is issued
+together with the first S of the *next* tile. Under that product the output is scaled, staged in
+shared memory and stored by TMA. Warpgroups take turns to issue (FlashAttention-3's ping-pong), so
+that one computes exponentials while another multiplies.
 
-The mma warps see masks only as bits: a partial block comes with words of bits for each row, a bit
-for each score (`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that
-it visits. A walk without visible blocks still visits one hidden block. So no role needs a special
-case, and a row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs
-compute each work tile, with half of the columns each (`core/value_halves.py`).
+The mma warps see masks only as bits: a partial block comes with a bit for each score
+(`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that it visits. A
+walk without visible blocks still visits one hidden block. So no role needs a special case, and a
+row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs compute
+each work tile, with half of the columns each (`core/value_halves.py`).
 """
 
 from collections.abc import Callable
@@ -351,9 +349,9 @@ class FlashAttentionForwardSm90:
         return partials
 
     def _num_loading_warps(self) -> int:
-        """The number of warps that load keys and values: in decoding with mask warps, unless many
-        blocks are partial. Addresses of rows of pages take one warp longer than memory takes for
-        the bytes; boxes were faster so, too (docs/facts/hopper_forward.md#decoding)."""
+        """Warps that load keys and values: in decoding mask warps, too, unless many blocks are
+        partial. Addresses of rows of pages take one warp longer than memory takes for the bytes;
+        boxes were faster so, too (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
         few_partial = self.mask_mod is self.score_mod is self.intervals is None
         box = traits.page_box or traits.tile_n
@@ -475,7 +473,6 @@ class FlashAttentionForwardSm90:
             sync_ctas(traits)  # each CTA arrives on mbarriers of the other
 
     def _tiles(self, storage: Any, cached_bias: CachedBiasRows | None) -> FwdSmem:
-        """The contents of shared memory. cached_bias: rows of tables."""
         traits = self.traits
         return FwdSmem(
             q=swizzled(storage.q, traits.layout_q()),
@@ -581,9 +578,8 @@ class FlashAttentionForwardSm90:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
             # -- key blocks: P V of the block before, and S of this one
-            # Partial and full blocks have a loop each, of the same text. One loop that tests every
-            # block would have one branch more while P V is in flight, and ptxas would serialise all
-            # products.
+            # Partial and full blocks have a loop each. A test of every block would be a branch more
+            # while P V is in flight, and ptxas would serialise all products.
             # docs/facts/compiler.md#three-branches-under-a-product-in-flight-serialise-all-products
             while following != Kind.END:
                 for kind in blocks.kinds:
@@ -664,10 +660,8 @@ class FlashAttentionForwardSm90:
     def _issue_next_scores(
         self, blocks: KeyBlocks, acc_S: cute.Tensor, tile: Int32, block: Int32, is_valid: Boolean
     ):
-        """Issue S of the next tile's first key block.
-
-        If there is no next tile, the product is still issued on this tile's operands, and its
-        result unused: a product under a branch would make the compiler serialise all products.
+        """Issue S of the next tile's first key block. If there is no next tile, the product is
+        issued on this tile's operands: under a branch, the compiler would serialise all products.
         """
         if is_valid:
             tile += 1

@@ -17,12 +17,9 @@ from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
 
 
 class KeyGradients(NamedTuple):
-    """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
-
-    If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in one of the
-    orders of `bwd_add_parts`, and `blocks` numbers the key blocks. With query lists there is one
-    part, to which CTAs add.
-    """
+    """Each (row, d, head, batch), or (row, d, head) where sequences are packed. Sums of a split
+    group are fp32 (part of the group, key block, sums), in an order of `bwd_add_parts`, and
+    `blocks` numbers the key blocks. With query lists CTAs add to one part."""
 
     dk: cute.Tensor
     dv: cute.Tensor
@@ -31,14 +28,12 @@ class KeyGradients(NamedTuple):
 
 @cute.jit
 def scale(acc: cute.Tensor, factor: Float32) -> None:
-    """Multiply sums by a factor."""
     for i in cutlass.range_constexpr(cute.size(acc)):
         acc[i] = acc[i] * factor
 
 
 def rows_of(target: cute.Tensor, work: Work, offset: Int32) -> cute.Tensor:
-    """The (row, d) tensor of a work tile's head, with rows from the sequence's first one on.
-    offset: that row, where sequences are packed."""
+    """The (row, d) tensor of a work tile's sequence, which begins at `offset` if it is packed."""
     if cute.rank(target) == 4:
         return target[None, None, work.head_idx, work.batch_idx]
     return cute.domain_offset((offset, 0), target[None, None, work.head_idx])
@@ -115,9 +110,8 @@ def store_sums(
     has_sums: Boolean,
     adds: cutlass.Constexpr[bool],
 ):
-    """Store this warp's sums of dK or dV of a work tile, one of several with the same keys, or add
-    them to what is there. Added are 32 neighbours at a time, of a lane each. A tile may have more
-    columns than are summed; those are left as they are."""
+    """Store this warp's sums of dK or dV, one of several with the same keys, or add them to what is
+    there, 32 neighbours at a time. Columns of a tile that are not summed stay as they are."""
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
