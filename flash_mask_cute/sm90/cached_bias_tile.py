@@ -4,12 +4,13 @@ Each thread reads what it has written: the values for two neighbouring queries a
 bytes. -inf hides a score.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import thread_in_warpgroup, transposed
 from flash_mask_cute.core.marked_rows import clear_row
@@ -71,6 +72,20 @@ def evaluate(
                     value = summed.added(places, r, 2 * g + j, aux_tensors)
                 values[j + 2 * r] = cutlass.select_(is_visible, value, -Float32.inf)
         cute.autovec_copy(values, added[None, g])
+
+
+def scores_of(
+    traits: Any, own: Sequence[cute.Tensor], queries: Sequence[cute.Tensor]
+) -> list[cute.Tensor]:
+    """S and dP of a block. own: operands A of this warpgroup's keys and values. queries: operands B
+    of Q and dO."""
+    accs = []
+    for a, b, steps in zip(own, queries, traits.steps, strict=True):
+        acc = wgmma.make_accumulator(traits.block_m)
+        wgmma.issue(traits.mma_scores(), acc, a, b, False, steps)
+        accs.append(acc)
+    warpgroup.wait_group(0)
+    return accs
 
 
 def statistic(first: cute.Pointer, block_m: int) -> cute.Tensor:

@@ -41,6 +41,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     evaluate,
     keys_exist,
     mma_warp,
+    scores_of,
     statistic,
     store_grads,
 )
@@ -333,7 +334,11 @@ class EntryBackwardSm90:
             stage = of_blocks.index(fill)
             if const_expr(traits.has_marks):
                 self._clear_marked(tiles, stage, block < extents.blocks_of_entry)
-            acc_S, acc_dP = self._scores(tiles, unit, stage)
+            mma = traits.mma_scores()
+            own = [wgmma.operand_a(mma, x)[None, None, None, unit] for x in (tiles.k, tiles.v)]
+            of_queries = tiles.q, tiles.do
+            queries = [wgmma.operand_b(mma, x)[None, None, None, stage] for x in of_queries]
+            acc_S, acc_dP = scores_of(traits, own, queries)
             probs, grads = (cute.make_rmem_tensor(traits.block_m // 4, Int32) for _ in range(2))
             differentiate(
                 traits, self._statistics(tiles, stage), self._added(tiles, turn), exist,
@@ -356,19 +361,6 @@ class EntryBackwardSm90:
         of_keys.release(entry)
         place = stretch.head_idx, batch_idx, stretch.n_tile * ROWS_PER_WARPGROUP
         self._store(outputs, tiles, place, extents, score_args.scale_dk, (acc_dK, acc_dV))
-
-    def _scores(self, tiles: EntryTiles, unit: Int32, stage: Int32) -> list[cute.Tensor]:
-        """S and dP of a block."""
-        traits, accs = self.traits, []
-        mma, pairs = traits.mma_scores(), ((tiles.k, tiles.q), (tiles.v, tiles.do))
-        for (keys, queries), steps in zip(pairs, traits.steps, strict=True):
-            a = wgmma.operand_a(mma, keys)[None, None, None, unit]
-            b = wgmma.operand_b(mma, queries)[None, None, None, stage]
-            acc = wgmma.make_accumulator(traits.block_m)
-            wgmma.issue(mma, acc, a, b, False, steps)
-            accs.append(acc)
-        warpgroup.wait_group(0)
-        return accs
 
     def _add(
         self, acc: cute.Tensor, words: cute.Tensor, smem: cute.Tensor, stage: Int32, adds: bool

@@ -43,6 +43,7 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import parts_of_products
 from flash_mask_cute.sm90.flash_bwd_traits import (
+    FEW_REGISTERS,
     NUM_MMA_WARPGROUPS,
     Barrier,
     BwdSmem,
@@ -401,7 +402,7 @@ class BlockScores:
         traits, chain, channels = self.traits, self.chain, self.channels
         is_plain = chain.is_empty
         # for wide heads there are no registers for dP while scores are modified
-        is_early = is_plain or traits.has_few_columns
+        is_early = is_plain or traits.fragment_registers <= FEW_REGISTERS
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)

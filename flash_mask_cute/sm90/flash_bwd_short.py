@@ -48,6 +48,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     evaluate,
     keys_exist,
     mma_warp,
+    scores_of,
     statistic,
     store_grads,
 )
@@ -299,7 +300,8 @@ class ShortBackwardSm90:
             acc_dV = wgmma.make_accumulator(traits.cols[1])
             for b in cutlass.range_constexpr(traits.num_blocks):
                 own = keys[None, None, None, unit], values[None, None, None, dp_unit]
-                acc_S, acc_dP = self._scores(b, own, tiles, (stage, dp_stage))
+                queries = self._queries(tiles.q, b, stage), self._queries(tiles.do, b, dp_stage)
+                acc_S, acc_dP = scores_of(traits, own, queries)
                 probs, grads = (cute.make_rmem_tensor(traits.block_m // 4, Int32) for _ in range(2))
                 accs = (acc_S, acc_dP, *totals[b : b + traits.sums])
                 if has_keys:
@@ -362,25 +364,11 @@ class ShortBackwardSm90:
 
     # -- scores ---------------------------------------------------------------------------------
 
-    def _scores(
-        self,
-        b: int,
-        own: tuple[cute.Tensor, cute.Tensor],
-        tiles: ShortTiles,
-        stages: tuple[Int32, Int32],
-    ) -> list[cute.Tensor]:
-        """S and dP of a block of queries. own: this warpgroup's keys and values."""
-        traits, accs = self.traits, []
-        mma = traits.mma_scores()
-        of_queries = (tiles.q, tiles.do)
-        for a, smem, stage, steps in zip(own, of_queries, stages, traits.steps, strict=True):
-            block = traits.block_m, cute.size(smem, mode=[1])
-            queries = wgmma.operand_b(mma, cute.local_tile(smem, block, (b, 0, None)))
-            acc = wgmma.make_accumulator(traits.block_m)
-            wgmma.issue(mma, acc, a, queries[None, None, None, stage], False, steps)
-            accs.append(acc)
-        warpgroup.wait_group(0)
-        return accs
+    def _queries(self, smem: cute.Tensor, b: int, stage: Int32) -> cute.Tensor:
+        """Operand B of a block's S or dP."""
+        traits, cols = self.traits, cute.size(smem, mode=[1])
+        block = cute.local_tile(smem, (traits.block_m, cols), (b, 0, None))
+        return wgmma.operand_b(traits.mma_scores(), block)[None, None, None, stage]
 
     def _places(self, part: ShortPart, extents: ShortExtents, b: int) -> Places:
         """Of a block of queries."""

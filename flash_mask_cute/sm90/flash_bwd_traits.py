@@ -167,11 +167,6 @@ class BwdTraits(QueryBlockTraits):
         return 1 if self.shares_keys else NUM_MMA_WARPGROUPS
 
     @property
-    def column_groups(self) -> int:
-        """Number of groups into which the MMA warpgroups divide the columns of dK and dV."""
-        return NUM_MMA_WARPGROUPS // self.key_groups
-
-    @property
     def tile_n(self) -> int:
         return self.key_groups * ROWS_PER_WARPGROUP
 
@@ -293,11 +288,6 @@ class BwdTraits(QueryBlockTraits):
             # all of dQ beside P and dS in 16 bits takes more than S and dP
             in_flight = max(in_flight, (self.tile_m + self.tile_d) // 2)
         return cols // 2 + in_flight
-
-    @property
-    def has_few_columns(self) -> bool:
-        """Whether a thread has registers for S, dP and the modification of scores at once."""
-        return self.fragment_registers <= FEW_REGISTERS
 
     @property
     def value_steps(self) -> int:

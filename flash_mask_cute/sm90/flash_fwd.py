@@ -383,7 +383,8 @@ class FlashAttentionForwardSm90:
                 cpasync.prefetch_descriptor(atom)
         allocator = cutlass.memory.SmemAllocator()
         storage = allocator.allocate(traits.storage())
-        mma_warps, loaders = traits.num_mma_warps, self.query_loaders
+        mma_warps, mask_warps = traits.num_mma_warps, traits.num_mask_warps
+        loaders = self.query_loaders
         # Loading warps arrive with the bytes that TMA brings or with their copies, converting warps
         # with their part.
         loads = self.loading_warps * (COPY_ARRIVALS if const_expr(traits.copies_rows) else 1)
@@ -391,10 +392,11 @@ class FlashAttentionForwardSm90:
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
+        split_fields = () if self.split in (None, ONE_FIXED_SPLIT) else SPLIT_FIELDS
         ring, walk = scheduler_rings(
-            storage, (loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
-            ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
-            chunk_fields=traits.chunk_fields,
+            storage, (loaders + mask_warps, mma_warps + traits.num_conversion_warps),
+            ascending=False, uncut_first=uncut_first, chunk_fields=traits.chunk_fields,
+            fields=(*lengths.work_fields, *split_fields),
         )  # fmt: skip
         if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
             walk = replace(walk, tells_next=True)
@@ -402,9 +404,7 @@ class FlashAttentionForwardSm90:
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loaders, mma_warps),
             k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
-            bits=Channel.create(
-                storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
-            ),
+            bits=Channel.create(storage.bits_barriers.data_ptr(), 1, mask_warps, mma_warps),
             ring=ring,
             walk=walk,
         )
@@ -486,10 +486,6 @@ class FlashAttentionForwardSm90:
             any_bits=storage.any_bits.get_tensor(cute.make_layout(traits.tile_m // bit_tile.WORD)),
             cached_bias=cached_bias,
         )
-
-    def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
-        is_split = self.split not in (None, ONE_FIXED_SPLIT)
-        return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
 
     def load_and_mask(
         self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
@@ -621,7 +617,7 @@ class FlashAttentionForwardSm90:
             sO = tiles.o[None, None, o_stage]  # (64, tile_dv)
             epilogue.run(blocks, sO, work)
             ring.release(tile)
-            state = state.next_tile()
+            state = MainloopState.start()._replace(block=state.block + 1, cut=state.cut)
             if const_expr(traits.overlaps_tiles):
                 warpgroup.wait_group(0)
             else:

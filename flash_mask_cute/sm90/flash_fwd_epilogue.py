@@ -82,18 +82,18 @@ class Epilogue:
                 adds = partials.is_first(work)
                 sinks = tuple(cutlass.select_(adds, sink, -Float32.inf) for sink in sinks)
         output = wgmma.rows_by_cols(acc_O)
-        for r, (factor, row_lse, low) in enumerate(blocks.softmax.finalize(sinks)):
+        for r, result in enumerate(blocks.softmax.finalize(sinks)):
+            factor = result.factor
             if const_expr(lengths.seqused_q is not None):
                 used = q_idx[r] < work.seqlen_q
-                row_lse = cutlass.select_(used, row_lse, -Float32.inf)
-                if const_expr(low is not None):
-                    low = cutlass.select_(used, low, Float32(0.0))
+                result = _unless_unused(result, used)
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
             else:
                 # adding 0 makes the zeros of a row that saw nothing positive, however they came
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
+            _, row_lse, low = result
             stores_lse = self._writes_rows(thread) & self._is_row(work, rows[r])
             if const_expr(partials is not None):
                 if stores_lse & partials.is_split(work):

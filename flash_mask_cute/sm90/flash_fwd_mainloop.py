@@ -94,10 +94,6 @@ class MainloopState(NamedTuple):
     def start() -> "MainloopState":
         return MainloopState(*(Int32(0) for _ in range(3)), *(Boolean(False) for _ in range(4)))
 
-    def next_tile(self) -> "MainloopState":
-        """The state at the first key block of the next work tile."""
-        return MainloopState.start()._replace(block=self.block + 1, cut=self.cut)
-
 
 class BlockFacts(NamedTuple):
     """can_be_cut: a later block may be partial. keeps_largest, rows_alone: `OnlineSoftmax`."""
@@ -363,20 +359,16 @@ class KeyBlocks:
         else:
             # P V is due where this block's values need its stage: the next keys come after them
             if state.passed + 1 == self.traits.stages_kv:
-                state = self._multiply_values(state, probs)
+                self.wait_for_values(state)
+                self.issue_values(probs, state)
+                warpgroup.wait_group(0)
+                self.channels.v.release(state.block - state.passed)
+                # for the next product, of a skipped block
+                probs.fill(0)
+                accumulate, unknown = Boolean(True), Boolean(False)
+                state = state._replace(passed=Int32(0), accumulate=accumulate, v_ready=unknown)
             state = self._pass_over(state, kind)
         return state
-
-    @cute.jit
-    def _multiply_values(self, state: MainloopState, probs: cute.Tensor) -> MainloopState:
-        """P V of the last block that was not skipped, or of a skipped one, with P = 0."""
-        self.wait_for_values(state)
-        self.issue_values(probs, state)
-        warpgroup.wait_group(0)
-        self.channels.v.release(state.block - state.passed)
-        probs.fill(0)
-        unknown = Boolean(False)
-        return state._replace(passed=Int32(0), accumulate=Boolean(True), v_ready=unknown)
 
     def _is_listed(self, flags: Int32) -> Boolean:
         """Whether this warpgroup's lists have a block."""

@@ -13,6 +13,7 @@ from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits
+from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS
 from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
 
 
@@ -86,7 +87,7 @@ def send_gradients(
     both warpgroups' sums of the previous block. If dS has one place, it has been acquired for that
     block.
     """
-    cols = wgmma.ROWS_PER_WARPGROUP // traits.column_groups
+    cols = wgmma.ROWS_PER_WARPGROUP * traits.key_groups // NUM_MMA_WARPGROUPS
     unit = traits.ds_unit(traits.ds_stage(block), traits.key_group(), 0)
     part_of_ds = (wgmma.ROWS_PER_WARPGROUP, cols), (0, traits.column_group())
     smem = cute.local_tile(tiles.ds[None, None, unit], *part_of_ds)
