@@ -20,7 +20,7 @@ from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.mask_rules import WindowArgs
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
-from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx, store_rows
+from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows
 
 
 class BlockTraits(Protocol):
@@ -173,11 +173,6 @@ def clear_marked(
                         clear_row(tensor[first + row, None])
         cute.arch.fence_proxy("async.shared", space="cta")
         sync()
-
-
-def mma_warp() -> Int32:
-    """The number of this warp among the MMA warps."""
-    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
 
 
 def keys_exist(first_key: Int32, seqlen_k: Int32) -> tuple[Boolean, ...]:

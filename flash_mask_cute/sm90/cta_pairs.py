@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.clusters import CTAS, peer, send
+from flash_mask_cute.core.clusters import peer, send
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 
 # 32-bit words that a thread sends at once
@@ -33,20 +33,6 @@ class PeerGrads:
     received: cute.Pointer
     num_bytes: cutlass.Constexpr[int]
 
-    @staticmethod
-    def create(
-        barriers: cute.Pointer,
-        own: cute.Pointer,
-        received: cute.Pointer,
-        num_bytes: int,
-        num_mma_warps: int,
-    ) -> "PeerGrads":
-        channel = Channel.create(barriers, 1, 1, CTAS * num_mma_warps)
-        return PeerGrads(channel, own, received, num_bytes)
-
-    def acquire(self, block: Int32) -> None:
-        self.channel.acquire(block)
-
     @cute.jit
     def send(self, block: Int32) -> None:
         """Start the copy of dS to the peer, and expect the peer's dS. All threads have written dS,
@@ -55,9 +41,6 @@ class PeerGrads:
             barrier = self.channel.barrier(block)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.num_bytes)
             send(self.own, self.received, barrier, self.num_bytes, peer())
-
-    def wait(self, block: Int32) -> None:
-        self.channel.wait(block)
 
     @cute.jit
     def release(self, block: Int32) -> None:

@@ -14,9 +14,16 @@ from flash_mask_cute.sm90 import wgmma
 
 @dataclass(frozen=True)
 class HeadColumns:
+    """Head dimensions of a kernel over batch entries, and its products by blocks of queries."""
+
     dtype: type[cutlass.Numeric]
     head_dim: int
     head_dim_v: int
+
+    @property
+    def block_m(self) -> int:
+        """Queries whose S and dP are computed at a time."""
+        return wgmma.ROWS_PER_WARPGROUP
 
     @property
     def cols(self) -> tuple[int, int]:
@@ -27,6 +34,18 @@ class HeadColumns:
     def steps(self) -> tuple[int, int]:
         """Steps of 16 columns, without those that are zeros."""
         return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
+
+    def mma_scores(self) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T: 64 keys by the queries of a block."""
+        return wgmma.make_mma(self.dtype, self.block_m)
+
+    def mma_words(self, n: int) -> cute.TiledMma:
+        """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
+        return wgmma.make_mma(self.dtype, n, b_major=wgmma.MN, source=wgmma.REGISTERS)
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K: 64 queries by columns."""
+        return wgmma.make_mma(self.dtype, self.cols[0], b_major=wgmma.MN)
 
 
 def stages_in(room: int, for_s: int, for_dp: int, most: int) -> tuple[int, int]:

@@ -56,7 +56,6 @@ class SummedTensors(NamedTuple):
     once: tuple[int, ...]
 
     def added(self, places: Places, r: int, c: int, aux_tensors: tuple) -> Float32:
-        """What the score_mod adds to a score."""
         arguments = places.arguments(r, c)
         return call_score_mod(self.score_mod, Float32(0.0), *arguments, aux_tensors)
 

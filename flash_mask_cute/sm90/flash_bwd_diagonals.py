@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass._mlir.dialects import arith
 
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
@@ -41,7 +40,6 @@ from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 SQUARE, DIAGONALS = 8, 4
 # bytes of a query's 64 keys, and of eight of these, which are swizzled
 LINE, VECTOR = 128, 16
-HIGH_HALF = -(1 << 16)
 
 
 class Sides(NamedTuple):
@@ -72,8 +70,6 @@ class SumGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class DiagonalSums:
-    """The sums of a mask warp."""
-
     traits: cutlass.Constexpr[BwdTraits]
     groups: cutlass.Constexpr[tuple[SumGroup, ...]]
     tiles: BwdSmem
@@ -233,10 +229,6 @@ def _load(dscores: Int32, query: Int32, col: Int32) -> list[Int32]:
 
 def _values_of(dtype: type, words: list[Int32]) -> list[Float32]:
     """Two values of 16 bits in each word, the first one below."""
-    if dtype is cutlass.BFloat16:
-        # the upper half of fp32
-        halves = [half for word in words for half in (word << 16, word & HIGH_HALF)]
-        return [Float32(arith.bitcast(Float32.mlir_type, Int32(x).ir_value())) for x in halves]
     pairs = cute.make_rmem_tensor(len(words), Int32)
     for i, word in enumerate(words):
         pairs[i] = word
@@ -294,12 +286,8 @@ def diagonal_sums(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MASK
     traits = kernel.traits
     start = traits.sums_of_warp * traits.num_mma_warps
-    sums = DifferenceSums.create(
-        kernel.score_mod,
-        summed,
-        score_args.aux_tensors,
-        tuple(targets[x.number] for x in summed),
-        words_of_warp(tiles.sums, start, warp, traits.sums_of_mask_warp),
-    )
+    of_warp = words_of_warp(tiles.sums, start, warp, traits.sums_of_mask_warp)
+    of_reads = summed, score_args.aux_tensors, tuple(targets[x.number] for x in summed)
+    sums = DifferenceSums.create(kernel.score_mod, *of_reads, of_warp)
     groups = tuple(SumGroup(cuts, tuple(x)) for cuts, x in of_cuts.items())
     return DiagonalSums(traits, groups, tiles, channels, sums, warp)

@@ -40,7 +40,6 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     differentiate,
     evaluate,
     keys_exist,
-    mma_warp,
     scores_of,
     statistic,
     store_grads,
@@ -57,6 +56,7 @@ from flash_mask_cute.sm90.flash_bwd_entries_traits import (
 from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     Role,
+    mma_warp,
     mma_warpgroup_idx,
     sync_warpgroup,
 )
@@ -225,7 +225,6 @@ class EntryBackwardSm90:
     def load(
         self, sources: EntrySources, extents: EntryExtents, tiles: EntryTiles, channels: tuple
     ):
-        """The load warp."""
         traits, (of_keys, of_blocks) = self.traits, channels
         work = self._own_work(extents)
         unit, number = work.unit, Int32(0)
@@ -372,7 +371,6 @@ class EntryBackwardSm90:
         wgmma.issue(mma, acc, operand, rows, adds)
 
     def _dq(self, tiles: EntryTiles, unit: Int32) -> cute.Tensor:
-        """Start dQ of a block."""
         mma, acc = self.traits.mma_dq(), wgmma.make_accumulator(self.traits.cols[0])
         a = wgmma.operand_a(mma, tiles.ds)[None, None, None, mma_warpgroup_idx()]
         b = wgmma.operand_b(mma, transposed(tiles.k))[None, None, None, unit]

@@ -73,7 +73,7 @@ class BlockProducts:
         # dV is complete when these are left
         warpgroup.wait_group(len(accs[:-1]) + len(acc_dQ))
         self.channels.do.release(block)
-        self.channels.grads.wait(block)
+        self.channels.grads.channel.wait(block)
         peer_ds = self.fragments.peer_ds[None, None, None, 0]
         for acc, peer_k in zip(acc_dQ, self.fragments.peer_k, strict=True):
             pair = peer_ds, peer_k[None, None, None, 0]

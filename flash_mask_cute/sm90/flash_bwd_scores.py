@@ -51,9 +51,9 @@ from flash_mask_cute.sm90.flash_bwd_traits import (
     Channels,
 )
 from flash_mask_cute.sm90.warpgroups import (
-    Role,
     keep_columns,
     load_rows,
+    mma_warp,
     mma_warpgroup_idx,
     store_rows,
     take_bits,
@@ -214,7 +214,7 @@ class BlockScores:
             channels.do.wait(block)
             stage, do_stage = channels.q.index(block), channels.do.index(block)
             marks = self._marks(block)
-            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+            warp = mma_warp()
             for i in cutlass.range(traits.tile_m // traits.num_mma_warps, unroll=1):
                 row = i * traits.num_mma_warps + warp
                 if is_marked(marks, row, traits.packed_heads):
@@ -291,9 +291,10 @@ class BlockScores:
 
     def acquire_grads(self, block: Int32) -> None:
         """Wait until dS of a block may be written, if it has the place of the one before."""
-        for channel in (self.channels.grads, self.channels.ds):
-            if channel is not None:
-                channel.acquire(block)
+        if self.channels.grads is not None:
+            self.channels.grads.channel.acquire(block)
+        elif self.channels.ds is not None:
+            self.channels.ds.acquire(block)
 
     def acquire_summed(self, block: Int32) -> None:
         """Wait until mask warps have summed the dS that is in the place of a block's dS."""
@@ -619,7 +620,7 @@ class BlockScores:
             values = wgmma.rounded_values(self.probs, self.traits.dtype)
             store_rows(values, self._exchange_mma(), self.tiles.p[None, None, 0])
         else:
-            self.channels.grads.acquire(block)
+            self.channels.grads.channel.acquire(block)
             self._store_grads(self.probs, self.traits.ds_stage(block))
         cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
 

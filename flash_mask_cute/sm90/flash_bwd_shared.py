@@ -78,7 +78,6 @@ class SharedTraits(HeadColumns):
 
     @property
     def mark_words(self) -> int:
-        """Words of marks of a row block."""
         return mark_words(self.tile_m) if self.has_marks else 0
 
     @property
@@ -104,10 +103,6 @@ class SharedTraits(HeadColumns):
     @property
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (1 + NUM_MMA_WARPGROUPS)
-
-    def mma(self) -> cute.TiledMma:
-        """64 keys by 64 queries."""
-        return wgmma.make_mma(self.dtype, ROWS_PER_WARPGROUP)
 
     def layout(self, i: int) -> cute.ComposedLayout:
         """(64, columns, boxes of all stages) of the operands of S, or of dP."""
@@ -296,7 +291,6 @@ class SharedGradientsSm90:
         tiles: SharedSmem,
         channels: tuple,
     ):
-        """The load warp."""
         for_s, for_dp = channels
         bytes_s, bytes_dp = self.traits.box_bytes
         for i in cutlass.range(part.count, unroll=1):
@@ -374,7 +368,7 @@ class SharedGradientsSm90:
         mask_bits: MaskBitsArgs | None,
     ):
         """MMA warpgroup: 64 keys of the tile."""
-        mma, (for_s, for_dp) = self.traits.mma(), channels
+        mma, (for_s, for_dp) = self.traits.mma_scores(), channels
         operands = tuple(
             (wgmma.operand_a(mma, x), wgmma.operand_b(mma, x)) for x in (tiles.s, tiles.dp)
         )
@@ -498,7 +492,6 @@ class SharedGradientsSm90:
     def _evaluate(
         self, part: SharedPart, extents: SharedExtents, aux_tensors: tuple, added: list[cute.Tensor]
     ) -> None:
-        """What the score_mod adds to each score."""
         for half, acc in enumerate(added):
             values, places = wgmma.rows_by_cols(acc), self._places(part, extents, half)
             for c in range(cute.size(values, mode=[1])):

@@ -36,6 +36,7 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup, transposed
 from flash_mask_cute.core.marked_rows import clear_row
+from flash_mask_cute.core.row_blocks import mark_words
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.rules.mask_rules import WindowArgs
@@ -47,7 +48,6 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     differentiate,
     evaluate,
     keys_exist,
-    mma_warp,
     scores_of,
     statistic,
     store_grads,
@@ -63,6 +63,7 @@ from flash_mask_cute.sm90.flash_bwd_short_traits import (
 from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     Role,
+    mma_warp,
     mma_warpgroup_idx,
     sync_warpgroup,
 )
@@ -198,7 +199,6 @@ class ShortBackwardSm90:
         tiles: ShortTiles,
         channels: tuple,
     ):
-        """The load warp."""
         traits, (for_s, for_dp) = self.traits, channels
         bytes_s, bytes_dp = traits.bytes_of_operands
         for i in cutlass.range(part.count, unroll=1):
@@ -257,7 +257,7 @@ class ShortBackwardSm90:
             ]
             if traits.has_marks:
                 at = traits.num_stats * traits.stats_rows + group * WORDS_OF_MARKS
-                pieces.append((traits.num_stats * stats_m, at, traits.marks_of_block))
+                pieces.append((traits.num_stats * stats_m, at, mark_words(stats_m)))
             load_words(source, target, pieces, barrier)
 
     # -- mma ------------------------------------------------------------------------------------
@@ -339,7 +339,6 @@ class ShortBackwardSm90:
         self._sync_all()
 
     def _sync_all(self) -> None:
-        """Wait for all MMA warps."""
         num_threads = self.traits.num_mma_threads
         cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=num_threads)
 
@@ -371,7 +370,6 @@ class ShortBackwardSm90:
         return wgmma.operand_b(traits.mma_scores(), block)[None, None, None, stage]
 
     def _places(self, part: ShortPart, extents: ShortExtents, b: int) -> Places:
-        """Of a block of queries."""
         first_key = mma_warpgroup_idx() * ROWS_PER_WARPGROUP
         return Places.create(b * self.traits.block_m, first_key, part.head_idx, *extents[:2])
 

@@ -232,9 +232,6 @@ class BwdTraits(QueryBlockTraits):
             more = (None, True, STEP_COLS * self.steps_d, STEP_COLS * self.steps_dv)
         return GradientColumns(*tile, self.num_ctas, self.shares_keys, *more)
 
-    def for_warpgroup(self, warpgroup: int) -> "BwdTraits":
-        return replace(self, own_warpgroup=warpgroup)
-
     def warpgroup_idx(self) -> Int32 | int:
         """`mma_warpgroup_idx`, a constant where the warpgroups have code of their own."""
         return mma_warpgroup_idx() if self.own_warpgroup is None else self.own_warpgroup
@@ -277,7 +274,7 @@ class BwdTraits(QueryBlockTraits):
     def fragment_registers(self) -> int:
         """Registers of a thread for dK and dV, and for S and dP or what follows them."""
         if self.columns.is_uneven and self.own_warpgroup is None:
-            of_each = (self.for_warpgroup(i) for i in range(NUM_MMA_WARPGROUPS))
+            of_each = (replace(self, own_warpgroup=i) for i in range(NUM_MMA_WARPGROUPS))
             return max(traits.fragment_registers for traits in of_each)
         cols = sum(part.width for part in (*self.columns.dk, *self.columns.dv))
         in_flight = self.tile_m
@@ -363,9 +360,7 @@ class BwdTraits(QueryBlockTraits):
             + SMEM_BOOKKEEPING
         )
 
-    def infeasible(self) -> str | None:
-        """The reason why a kernel with these traits cannot run, or None."""
-        return why_infeasible(self)
+    infeasible = why_infeasible
 
     def mma_scores(self, num_parts: int = 1) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: 64 keys by tile_m queries, or by a part of these."""
@@ -421,7 +416,6 @@ class BwdTraits(QueryBlockTraits):
         return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
 
     def ds_stage(self, block: Int32) -> Int32:
-        """The stage of dS of a query block."""
         return block % self.ds_stages
 
     def ds_unit(self, stage: Int32, key_group: Int32, row_group: Int32 | int) -> Int32:
@@ -551,9 +545,12 @@ class BwdTraits(QueryBlockTraits):
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)
 
-        places = storage.grads_barriers, storage.ds, storage.peer_ds
-        of_grads = (x.data_ptr() for x in places)
-        of_claims = (x.data_ptr() for x in (storage.claims_barriers, storage.claim))
+        grads = claims = None
+        if self.cta_pair:
+            exchange = channel(storage.grads_barriers, 1, 1, CTAS * mma_warps)
+            of_both = storage.ds.data_ptr(), storage.peer_ds.data_ptr()
+            grads = PeerGrads(exchange, *of_both, self.bytes_ds)
+            claims = Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
         return Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
@@ -564,6 +561,6 @@ class BwdTraits(QueryBlockTraits):
             summed=channel(*of_sums) if self.sums_of_mask_warp > 0 else None,
             ring=ring,
             walk=walk,
-            grads=PeerGrads.create(*of_grads, self.bytes_ds, mma_warps) if self.cta_pair else None,
-            claims=Claims.create(*of_claims) if self.cta_pair else None,
+            grads=grads,
+            claims=claims,
         )

@@ -445,7 +445,6 @@ class RoleSums:
 
     @cute.jit
     def _add(self, acc: cute.Tensor, block: Int32, accumulate: Boolean):
-        """Add a block to this warpgroup's columns of the gradient."""
         traits, shared, cols = self.traits, self.shared, self.traits.own_cols
         words = cute.make_rmem_tensor(WORDS_OF_BLOCK, Int32)
         shared.words.take(block, words)
@@ -485,7 +484,6 @@ class RoleSums:
 
     @cute.jit
     def _store(self, acc: cute.Tensor, work: Work):
-        """Store this warpgroup's columns of the gradient of a work tile."""
         traits, thread = self.traits, thread_in_warpgroup()
         scale = Float32(1.0) if const_expr(self.makes_grads) else self.softmax_scale
         # without scores, what was loaded is another sequence's, perhaps not even finite

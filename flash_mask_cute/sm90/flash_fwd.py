@@ -332,7 +332,7 @@ class FlashAttentionForwardSm90:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         # threads store rows where a TMA store would also write rows of no query
-        rows_of_output = mO if const_expr(traits.stores_rows) else None
+        rows_of_output = mO if const_expr(traits.is_padded or traits.few_rows) else None
         self.kernel(
             operands, LseTensors(mLSE, mLSELow, mMaxScores), lengths, score_args, masks, schedule,
             tile_counter, partials, pages, rows_of_output, Descales(mKDescale, mVDescale),

@@ -42,7 +42,7 @@ from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows, sync_
 @dataclass(frozen=True)
 class Epilogue:
     """sink: logits (heads_q,), or None. partials: the destination of splits or of sums of fixed
-    splits, or None. mO: the output if `FwdTraits.stores_rows`, else None. is_ordered: sums are of
+    splits, or None. mO: the output if threads store rows, else None. is_ordered: sums are of
     fixed splits. half: the columns of this CTA; None: all.
     """
 
@@ -260,7 +260,6 @@ class Epilogue:
 
     @cute.jit
     def _store_tile(self, sO: cute.Tensor, acc_O: cute.Tensor, work: Work):
-        """Store this warpgroup's rows of the output through sO."""
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # the previous tile's store must have read the staging memory, and all warps their queries
@@ -285,7 +284,6 @@ class Epilogue:
 
     @cute.jit
     def _store_rows(self, output: cute.Tensor, work: Work, target: Partials | OutputRows):
-        """Store this thread's rows and columns directly from registers."""
         traits, thread = self.traits, thread_in_warpgroup()
         is_packed = self.lengths.cu_seqlens_q is not None
         for r, row in enumerate(tile_rows(traits, work, thread)):

@@ -159,11 +159,6 @@ class FwdTraits(PackedHeads):
         """Rows of a thread's accumulator for which there are queries."""
         return 1 if self.few_rows else ROWS_PER_THREAD
 
-    @property
-    def stores_rows(self) -> bool:
-        """Whether threads store their rows of the output, as TMA would store others, too."""
-        return self.is_padded or self.few_rows
-
     def row_of(self, thread: Int32, r: int) -> Int32:
         """Which of a warpgroup's query rows is accumulator row r of a thread (0..127)."""
         if self.few_rows:
@@ -324,12 +319,10 @@ class FwdTraits(PackedHeads):
 
     @property
     def keys_of_box(self) -> int:
-        """Keys per TMA load."""
         return self.tile_n if self.page_box is None else self.page_box
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
-        """The part of the output stored together."""
         return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads), self.tile_dv
 
     @property

@@ -87,10 +87,6 @@ class Scales(NamedTuple):
     block: Int32
     next_entry: Int32
 
-    @staticmethod
-    def none() -> "Scales":
-        return Scales(Float32(1.0), Int32(-1), Int32(0))
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -108,14 +104,13 @@ class Conversion:
 
     @cute.jit
     def stream(self, ring: WorkRing) -> None:
-        """Convert the blocks of every walk."""
         tile, number = Int32(0), Int32(0)
         while ring.wait(tile):
             work = ring.read(tile)
             place = HeadKeys(
                 work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
             )
-            scales, is_last = Scales.none(), Boolean(False)
+            scales, is_last = Scales(Float32(1.0), Int32(-1), Int32(0)), Boolean(False)
             if const_expr(self.descale is not None and not self._has_scales_of_rows):
                 scales = scales._replace(value=self.descale[place.batch_idx, place.head])
             while not is_last:

@@ -14,7 +14,7 @@ from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS
-from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
+from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, mma_warp, send_rows
 
 
 class KeyGradients(NamedTuple):
@@ -115,7 +115,7 @@ def store_sums(
     there, 32 neighbours at a time. Columns of a tile that are not summed stay as they are."""
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
-    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+    warp_idx = mma_warp()
     # of the tile, as who adds the parts reads them
     groups, own_groups = cute.size(target, mode=[2]) // (4 * 32 * 8), wgmma.num_cols(acc) // 8
     quads = cute.make_tensor(acc.iterator, cute.make_layout((4, own_groups)))
@@ -171,7 +171,6 @@ def store_sum_rows(
 
 
 def stage_nothing(traits: BwdTraits, tiles: BwdSmem, channel: Channel, block: Int32) -> None:
-    """Write a dQ of 0 to the staging memory."""
     for i in range(len(traits.columns.parts_dq)):
         products = traits.columns.products_dq(i)
         nothing = [wgmma.make_accumulator(part.width) for part, _ in products]
@@ -191,7 +190,7 @@ def stage_dq(
 ):
     """Write this warp's sums of a part of dQ to staging memory, for each width."""
     lane = cute.arch.lane_idx()
-    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+    warp_idx = mma_warp()
     if const_expr(traits.staging_warps < traits.num_mma_warps):
         warp_idx = warp_idx % traits.staging_warps
     number = block * len(traits.columns.parts_dq) + part

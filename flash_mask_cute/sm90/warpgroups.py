@@ -34,6 +34,11 @@ class Role(IntEnum):
     MMA = 4
 
 
+def mma_warp() -> Int32:
+    """The number of this warp among the MMA warps."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+
+
 def mma_warpgroup_idx() -> Int32:
     """Index of this MMA warpgroup, counted from the first; uniform, so that descriptors are too."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_WARPGROUP - 1

@@ -152,7 +152,6 @@ def columns_as_rows(smem: cute.Tensor, first: Int32 | int, width: int) -> cute.T
 
 
 def rounded(acc: cute.Tensor, dtype: type) -> cute.Tensor:
-    """An accumulator rounded to a 16-bit type."""
     values = cute.make_rmem_tensor(acc.layout, dtype)
     values.store(acc.load().to(dtype))
     return values
