@@ -61,12 +61,7 @@ from flash_mask_cute.core.query_loads import BwdOperands
 from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.walk_ring import (
-    CHUNK,
-    KIND_MASK,
-    OWN_KIND_SHIFT,
-    Kind,
-)
+from flash_mask_cute.core.walk_ring import CHUNK, KIND_MASK, OWN_KIND_SHIFT, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -93,12 +88,7 @@ from flash_mask_cute.sm90.flash_bwd_scores import (
     sync_both,
 )
 from flash_mask_cute.sm90.flash_bwd_tokens import by_query_lists
-from flash_mask_cute.sm90.flash_bwd_traits import (
-    Barrier,
-    BwdSmem,
-    BwdTraits,
-    Channels,
-)
+from flash_mask_cute.sm90.flash_bwd_traits import Barrier, BwdSmem, BwdTraits, Channels
 from flash_mask_cute.sm90.gradient_stores import (
     KeyGradients,
     scale,
@@ -107,11 +97,7 @@ from flash_mask_cute.sm90.gradient_stores import (
     store_sum_rows,
     store_sums,
 )
-from flash_mask_cute.sm90.warpgroups import (
-    Role,
-    mma_warpgroup_idx,
-    sync_warpgroup,
-)
+from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx, sync_warpgroup
 
 
 @dataclass(eq=False, repr=False)

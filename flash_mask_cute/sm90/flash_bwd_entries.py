@@ -54,12 +54,7 @@ from flash_mask_cute.sm90.flash_bwd_entries_traits import (
     EntryTraits,
 )
 from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
-from flash_mask_cute.sm90.warpgroups import (
-    Role,
-    mma_warp,
-    mma_warpgroup_idx,
-    sync_warpgroup,
-)
+from flash_mask_cute.sm90.warpgroups import Role, mma_warp, mma_warpgroup_idx, sync_warpgroup
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 

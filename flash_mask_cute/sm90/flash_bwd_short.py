@@ -61,12 +61,7 @@ from flash_mask_cute.sm90.flash_bwd_short_traits import (
     ShortTraits,
 )
 from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
-from flash_mask_cute.sm90.warpgroups import (
-    Role,
-    mma_warp,
-    mma_warpgroup_idx,
-    sync_warpgroup,
-)
+from flash_mask_cute.sm90.warpgroups import Role, mma_warp, mma_warpgroup_idx, sync_warpgroup
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 

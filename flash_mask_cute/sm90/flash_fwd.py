@@ -99,16 +99,9 @@ from flash_mask_cute.sm90.flash_fwd_mainloop import (
     KeyBlocks,
     MainloopState,
 )
-from flash_mask_cute.sm90.flash_fwd_traits import (
-    CONVERSION_REGISTERS,
-    MASK_REGISTERS,
-    FwdTraits,
-)
+from flash_mask_cute.sm90.flash_fwd_traits import CONVERSION_REGISTERS, MASK_REGISTERS, FwdTraits
 from flash_mask_cute.sm90.fp8_conversion import Codes, Conversion, Descales
-from flash_mask_cute.sm90.warpgroups import (
-    Role,
-    mma_warpgroup_idx,
-)
+from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md#tiles-and-order).

@@ -12,11 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.cta import (
-    THREADS_PER_WARPGROUP,
-    WARPS_PER_WARPGROUP,
-    thread_in_warpgroup,
-)
+from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, WARPS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.fixed_splits import FIRST, LAST
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.ordered_sums import (

@@ -25,13 +25,7 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT
 from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreScales
-from flash_mask_cute.core.walk_ring import (
-    KIND_MASK,
-    OWN_KIND_SHIFT,
-    OWNERS_SHIFT,
-    Kind,
-    WalkRing,
-)
+from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, OWNERS_SHIFT, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.mods.calling import (
     RowPlace,

@@ -9,11 +9,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warp
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import (
-    THREADS_PER_WARPGROUP,
-    WARPS_PER_WARPGROUP,
-    thread_in_warpgroup,
-)
+from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, WARPS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.sm90 import wgmma
 
