@@ -42,7 +42,7 @@ reasons.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -421,9 +421,9 @@ class FlashAttentionBackwardSm90:
             if const_expr(not traits.columns.is_uneven):
                 self.mma(traits, *given)
             elif mma_warpgroup_idx() == 0:
-                self.mma(replace(traits, own_warpgroup=0), *given)
+                self.mma(traits.for_warpgroup(0), *given)
             else:
-                self.mma(replace(traits, own_warpgroup=1), *given)
+                self.mma(traits.for_warpgroup(1), *given)
         if const_expr(traits.cta_pair):
             # the other CTA may still arrive on mbarriers of this one
             clusters.sync()

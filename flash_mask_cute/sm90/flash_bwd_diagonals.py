@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass._mlir.dialects import arith
 
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
@@ -40,6 +41,7 @@ from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 SQUARE, DIAGONALS = 8, 4
 # bytes of a query's 64 keys, and of eight of these, which are swizzled
 LINE, VECTOR = 128, 16
+HIGH_HALF = -(1 << 16)
 
 
 class Sides(NamedTuple):
@@ -229,6 +231,10 @@ def _load(dscores: Int32, query: Int32, col: Int32) -> list[Int32]:
 
 def _values_of(dtype: type, words: list[Int32]) -> list[Float32]:
     """Two values of 16 bits in each word, the first one below."""
+    if dtype is cutlass.BFloat16:
+        # the upper half of fp32
+        halves = [half for word in words for half in (word << 16, word & HIGH_HALF)]
+        return [Float32(arith.bitcast(Float32.mlir_type, Int32(x).ir_value())) for x in halves]
     pairs = cute.make_rmem_tensor(len(words), Int32)
     for i, word in enumerate(words):
         pairs[i] = word

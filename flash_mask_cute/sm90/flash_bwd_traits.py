@@ -81,8 +81,8 @@ class Channels(NamedTuple):
     summed: Channel | None
     ring: WorkRing
     walk: WalkRing
-    grads: PeerGrads | None
-    claims: Claims | None
+    grads: PeerGrads | None = None
+    claims: Claims | None = None
 
 
 class BwdSmem(NamedTuple):
@@ -167,6 +167,11 @@ class BwdTraits(QueryBlockTraits):
         return 1 if self.shares_keys else NUM_MMA_WARPGROUPS
 
     @property
+    def column_groups(self) -> int:
+        """Number of groups into which the MMA warpgroups divide the columns of dK and dV."""
+        return NUM_MMA_WARPGROUPS // self.key_groups
+
+    @property
     def tile_n(self) -> int:
         return self.key_groups * ROWS_PER_WARPGROUP
 
@@ -232,6 +237,9 @@ class BwdTraits(QueryBlockTraits):
             more = (None, True, STEP_COLS * self.steps_d, STEP_COLS * self.steps_dv)
         return GradientColumns(*tile, self.num_ctas, self.shares_keys, *more)
 
+    def for_warpgroup(self, warpgroup: int) -> "BwdTraits":
+        return replace(self, own_warpgroup=warpgroup)
+
     def warpgroup_idx(self) -> Int32 | int:
         """`mma_warpgroup_idx`, a constant where the warpgroups have code of their own."""
         return mma_warpgroup_idx() if self.own_warpgroup is None else self.own_warpgroup
@@ -274,7 +282,7 @@ class BwdTraits(QueryBlockTraits):
     def fragment_registers(self) -> int:
         """Registers of a thread for dK and dV, and for S and dP or what follows them."""
         if self.columns.is_uneven and self.own_warpgroup is None:
-            of_each = (replace(self, own_warpgroup=i) for i in range(NUM_MMA_WARPGROUPS))
+            of_each = (self.for_warpgroup(i) for i in range(NUM_MMA_WARPGROUPS))
             return max(traits.fragment_registers for traits in of_each)
         cols = sum(part.width for part in (*self.columns.dk, *self.columns.dv))
         in_flight = self.tile_m
@@ -545,13 +553,7 @@ class BwdTraits(QueryBlockTraits):
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)
 
-        grads = claims = None
-        if self.cta_pair:
-            exchange = channel(storage.grads_barriers, 1, 1, CTAS * mma_warps)
-            of_both = storage.ds.data_ptr(), storage.peer_ds.data_ptr()
-            grads = PeerGrads(exchange, *of_both, self.bytes_ds)
-            claims = Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
-        return Channels(
+        channels = Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
             dq=channel(storage.dq_barriers, 1, num_summing, loads),
@@ -561,6 +563,11 @@ class BwdTraits(QueryBlockTraits):
             summed=channel(*of_sums) if self.sums_of_mask_warp > 0 else None,
             ring=ring,
             walk=walk,
-            grads=grads,
-            claims=claims,
         )
+        if not self.cta_pair:
+            return channels
+        exchange = channel(storage.grads_barriers, 1, 1, CTAS * mma_warps)
+        of_both = storage.ds.data_ptr(), storage.peer_ds.data_ptr()
+        grads = PeerGrads(exchange, *of_both, self.bytes_ds)
+        claims = Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
+        return channels._replace(grads=grads, claims=claims)

@@ -13,7 +13,6 @@ from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits
-from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS
 from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, mma_warp, send_rows
 
 
@@ -48,22 +47,17 @@ def send_gradient(
     first: Int32,
     count: Int32,
     first_col: Int32 | int = 0,
-    has_sums: Boolean | None = None,
 ) -> None:
     """Store 64 rows of a gradient, the first `count` of them, by way of this warpgroup's `smem`.
 
-    traits: with dtype and mma_words. smem: (64 rows or more, columns). target: (row, d). first,
-    first_col: where in it the rows and their columns begin. has_sums: False: store zeros.
+    traits: with dtype and mma_words. smem: (rows, columns), at least 64 each. target: (row, d).
+    first, first_col: where in it the rows and their columns begin.
     """
-    start, end, cols = 0, wgmma.num_cols(acc), cute.size(smem, mode=[1])
+    start, end = 0, wgmma.num_cols(acc)
     gmem = cute.domain_offset((first, 0), target)
     while start < end:
-        width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
+        width = next(n for n in (64, 32, 16) if n <= end - start)
         values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
-        if has_sums is not None:
-            words = cute.recast_tensor(values, Int32)
-            for i in range(cute.size(words)):
-                words[i] = cutlass.select_(has_sums, words[i], Int32(0))
         staged = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, width), (0, 0))
         send_rows(values, traits.mma_words(width), staged, gmem, count, first_col + start)
         start += width
@@ -87,19 +81,27 @@ def send_gradients(
     both warpgroups' sums of the previous block. If dS has one place, it has been acquired for that
     block.
     """
-    cols = wgmma.ROWS_PER_WARPGROUP * traits.key_groups // NUM_MMA_WARPGROUPS
+    rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // traits.column_groups
     unit = traits.ds_unit(traits.ds_stage(block), traits.key_group(), 0)
-    part_of_ds = (wgmma.ROWS_PER_WARPGROUP, cols), (0, traits.column_group())
-    smem = cute.local_tile(tiles.ds[None, None, unit], *part_of_ds)
+    smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, traits.column_group()))
     first_key = work.block * traits.tile_n + traits.first_key()
-    gmem = rows_of(target, work, work.offset_k)
+    gmem = cute.domain_offset((first_key, 0), rows_of(target, work, work.offset_k))
     for acc, part in zip(accs, columns, strict=True):
+        start, end = 0, part.width
         first_col = part.first
         if part.sharers > 1:
-            first_col += traits.column_group() * part.width
-        rows = first_key, work.slot - first_key
-        # without scores, what was loaded is another sequence's, perhaps not even finite
-        send_gradient(traits, acc, smem, gmem, *rows, first_col, has_sums)
+            first_col += traits.column_group() * end
+        while start < end:
+            width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
+            values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
+            words = cute.recast_tensor(values, Int32)
+            for i in range(cute.size(words)):
+                # without scores, what was loaded is another sequence's, perhaps not even finite
+                words[i] = cutlass.select_(has_sums, words[i], Int32(0))
+            mma, staged = traits.mma_words(width), cute.local_tile(smem, (rows, width), (0, 0))
+            # not in common with `send_gradient`: another order gives other machine code
+            send_rows(values, mma, staged, gmem, work.slot - first_key, first_col + start)
+            start += width
 
 
 @cute.jit
