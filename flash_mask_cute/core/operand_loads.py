@@ -38,14 +38,13 @@ BOXES_UNROLLED, BOXES_UNROLLED_OF_CODES = 2, 8
 class LoadShape(Protocol):
     """The traits of a kernel that concern loads.
 
-    row_tile: the (packed heads, positions) of a box of query rows. group_size: number of rows of a
-    position that are heads. q_fills: fills of the query channel for a work tile; q_boxes: boxes of
-    a fill. box_k (keys, d) and box_v ((1, keys), d_v): the part of a key and of a value block that
-    this CTA loads, all of it or a share. bytes_q, bytes_k, bytes_v: bytes that this CTA loads for a
-    fill. spread_rows: see `PackedHeads`. overlaps_tiles: the next tile's query may be loaded before
-    this tile's last values. copies_arrive: rows that are copied are published by their copies, and
-    who reads them through another proxy puts a fence before; else by the warps, which wait.
-    multicasts_keys: each CTA of a cluster loads half of the keys of a block, for both.
+    row_tile: the (packed heads, positions) of a box of query rows. group_size, spread_rows: see
+    `PackedHeads`. q_fills: fills of the query channel for a work tile; q_boxes: boxes of a fill.
+    box_k (keys, d) and box_v ((1, keys), d_v): the part of a block that this CTA loads. bytes_*: of
+    a fill, in this CTA. overlaps_tiles: the next tile's query may be loaded before this tile's last
+    values. copies_arrive: rows that are copied are published by their copies, and who reads them
+    through another proxy puts a fence before; else by the warps, which wait. multicasts_keys: each
+    CTA of a cluster loads half of the keys of a block, for both.
     """
 
     tile_m: int
@@ -90,10 +89,9 @@ class HeadKeys(NamedTuple):
 class LoadState(NamedTuple):
     """Number of key blocks loaded so far, and the value block to load next.
 
-    v_pages, next_pages: looked up for the value block, and for the block before it, which a walk
-    usually visits next, or for next_block, if walks report it: the place of this lane's box of the
-    block, or `BlockRows`. k_ready, v_ready: number of those blocks that were handed over. cuts: of
-    blocks that were cut, where this warp makes the bits of these.
+    v_pages, next_pages: looked up for the value block, and for the one that comes next if walks
+    report it (next_block), else the block before: the place of this lane's box, or `BlockRows`.
+    k_ready, v_ready: blocks that were handed over. cuts: blocks that were cut, for `cut`.
     """
 
     blocks: Int32
@@ -114,12 +112,11 @@ class OperandLoads:
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
     one word for each key stage, for readers that do not follow walks themselves. It holds the flags
     of the block (`walk_ring`), its number, and its owners. part: the index of this CTA's part of a
-    block. pages: for keys and values in pages. share: of the rows of these, if they are copied by
-    several warps. cut: makes the bits of a block that is cut, from the work tile, the number of
-    such blocks before it and the block, and returns the next number; for warps that only copy rows,
-    and load no query. scales_k, scales_v: of rows of pages, (pages, page_size, heads), which others
-    read soon. half: the columns of V of this CTA, None: all. gathers: None, or finds keys that do
-    not follow each other, and the lists of these (`GatheredMask`).
+    block. share: of the rows of pages, if several warps copy them. cut: for warps that only copy
+    rows, and load no query: makes the bits of a block that is cut, from the work tile, the number
+    of such blocks before it and the block; returns the next number. scales_k, scales_v: of rows of
+    pages, (pages, page_size, heads). half: the columns of V of this CTA, None: all. gathers: None,
+    or finds keys that do not follow each other, and the lists of these (`GatheredMask`).
     """
 
     operands: tma.Operands
@@ -150,8 +147,7 @@ class OperandLoads:
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
-        """Values lag one block behind keys, as in their consumers. This also holds across work
-        tiles: the next tile's query and first keys are loaded before this tile's last values."""
+        """Values lag one block behind keys, as in their consumers, across work tiles, too."""
         tile, chunk = Int32(0), Int32(0)
         state = LoadState(Int32(0), Int32(-1), HeadKeys(*[Int32(0)] * 4))
         if const_expr(self.gathers is not None):
@@ -321,7 +317,9 @@ class OperandLoads:
         if const_expr(is_multicast):
             share, own = CopyShare(self.half.rank, clusters.CTAS), boxes
         channel.expect(number, own * (num_bytes // boxes))
-        for turn in cutlass.range(-(-boxes // share.count), unroll=self._boxes_unrolled):
+        is_of_codes = self.k.smem.element_type.width == 8
+        unroll = BOXES_UNROLLED_OF_CODES if is_of_codes else BOXES_UNROLLED
+        for turn in cutlass.range(-(-boxes // share.count), unroll=unroll):
             box = turn * share.count + share.index
             at = pages.of_lane(box)
             if const_expr(boxes % share.count == 0):  # noqa: SIM114 (decided while tracing)
@@ -368,11 +366,6 @@ class OperandLoads:
                 load = partial(self._load_value_box, place.head, smem)
                 self._load_boxes(state.v_pages, number, channel, shape.bytes_v, load)
 
-    @property
-    def _boxes_unrolled(self) -> int:
-        is_of_codes = self.k.smem.element_type.width == 8
-        return BOXES_UNROLLED_OF_CODES if is_of_codes else BOXES_UNROLLED
-
     def _load_box(
         self,
         atom: cute.CopyAtom,
@@ -402,8 +395,7 @@ class OperandLoads:
         """The place of this lane's box of a block, or the places of its rows, of pages that have to
         be `_settled`.
 
-        Lanes compute the places of all boxes at once. Done when a box is loaded, the divisions and
-        clamps would take longer than the load.
+        If this were done when a box is loaded, divisions and clamps would take longer than the load.
         """
         if self._by_rows:
             of_block = place.batch_idx, cutlass.max(block, 0), place.length
@@ -521,7 +513,6 @@ class OperandLoads:
 
     @cute.jit
     def _load_query(self, tile: Int32, work: Work) -> None:
-        """Load the query rows of work tile `tile`."""
         shape, channel = self.shape, self.q.channel
         gQ = self.operands.q
         if const_expr(self.lengths.cu_seqlens_q is None):

@@ -90,7 +90,6 @@ class Pages(NamedTuple):
 
     @property
     def capacity(self) -> Int32:
-        """The most keys of a sequence."""
         return self.table.shape[1] * self.page_size
 
     def row(self, batch_idx: Int32, key: Int32) -> Int32:
@@ -109,7 +108,6 @@ class Pages(NamedTuple):
         return self.table[batch_idx, cutlass.min(self._column(row), self.table.shape[1] - 1)]
 
     def number(self, entry: Int32) -> Int32:
-        """The page of an entry of the table."""
         return cutlass.max(cutlass.min(entry, self.num_pages - 1), 0)
 
     def place(self, page: Int32, key: Int32, seqlen_k: Int32) -> PageRow:

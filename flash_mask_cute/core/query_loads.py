@@ -82,12 +82,9 @@ class BwdOperands(NamedTuple):
 
 
 class QueryShape(Protocol):
-    """The traits of a kernel that concern loads.
-
-    boxes: for Q, dO, K, V, and the peer's K if there is one: the layout with stages in shared
-    memory, and rows and columns of a box. bytes_with_q, bytes_with_do: additional bytes that come
-    with the Q and dO of a work tile's first block.
-    """
+    """boxes: for Q, dO, K, V, and the peer's K if there is one: the layout with stages in shared
+    memory, and rows and columns of a box. bytes_with_q, bytes_with_do: additional bytes of a work
+    tile's first block."""
 
     tile_m: int
     tile_d: int

@@ -4,8 +4,7 @@ TMA cannot load pages with fewer keys than a swizzle atom of shared memory, or w
 that has no divisor of that size. Each lane looks up the places of some rows of a block. Then a few
 lanes copy each row, 16 bytes at a time (cp.async), so that one address serves several copies. A row
 after the sequence's end is replaced by its last row: its probabilities are 0, and its values are
-finite, regardless of the memory after the end. A tile may have more columns than the heads: these
-become zeros, as TMA makes them, for a product with NaN that is left there would be NaN.
+finite. Columns of a tile after those of the heads become zeros, as TMA makes them.
 """
 
 import math
@@ -52,8 +51,7 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCopies:
-    """tile_n: rows of a block. is_decoding: work tiles have at most `DECODE_ROWS` rows. A warp
-    counts its rows of a block from 0."""
+    """tile_n: rows of a block. A warp counts its rows of a block from 0."""
 
     pages: Pages
     tile_n: cutlass.Constexpr[int]

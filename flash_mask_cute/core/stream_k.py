@@ -48,11 +48,8 @@ FEW_ROWS = DECODE_ROWS // 2
 
 
 class StreamKChunks(NamedTuple):
-    """How the key blocks of a launch are cut.
-
-    num_lines: 1, or the number of heads. size: places of a chunk; chunks at the end of a line may
-    be empty. A CTA has a chunk of one of the lines, and CTAs with the same chunk are neighbours.
-    """
+    """num_lines: 1, or the number of heads. size: places of a chunk; the last ones may be empty. A
+    CTA has a chunk of one of the lines, and CTAs with the same chunk are neighbours."""
 
     num_lines: IntLike
     size: IntLike

@@ -49,9 +49,7 @@ class BackwardMask(MaskRules):
 
     Blocks of a query head are visited in ascending order. is_ordered: the work tiles that see a
     query block have an order, from the last keys to the first, and each tile gets its predecessor.
-    Work tiles are handed out in that order, so no CTA waits for a tile that has not begun. Under
-    causal masking a walk starts at the block whose last keys are the tile's, so it does not wait at
-    all.
+    Work tiles are handed out in that order, so no CTA waits for a tile that has not begun.
 
     staggers: each tile starts a chunk at a different block, and visits the blocks before that one
     last. So tiles that visit the same chunk at the same time do not add to the same rows of dQ.
@@ -61,9 +59,8 @@ class BackwardMask(MaskRules):
 
     in_common: lengths of the sequences that have their keys in common, if they have.
 
-    own_keys: so many keys of a tile each, of one warpgroup, are whose blocks of the lists decide
-    alone what it sees, as blocks consist of such keys and of whole query blocks. None: bits of
-    scores tell what lists hide.
+    own_keys: keys of a warpgroup, if blocks of the lists consist of such keys and of whole query
+    blocks. None: bits of scores tell what lists hide.
     """
 
     group: Int32
@@ -114,11 +111,7 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
-        """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
-        number.
-
-        A walk that sees nothing visits one hidden block, so no role needs a special case.
-        """
+        """As `ForwardMask.send_walk`."""
         m_blocks = self._m_blocks(work)
         nothing = Chunk.hidden_block(Int32(0), work.head_idx * self.group)
         if const_expr(self.own_keys is not None):
@@ -285,8 +278,7 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """The words of a block's bits in this warp's share of a tile's keys, for
-        `MaskWarpRows.store`. A lane holds a key of each group of 32."""
+        """As `ForwardMask.make_bits`. A lane holds a key of each group of 32."""
         if const_expr(self.in_common is not None):
             work = self.in_common.of_block(work, block)
         words = warp_rows.fill(ALL)
@@ -336,11 +328,8 @@ class BackwardMask(MaskRules):
         return words
 
     def _selection_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """Bits of each key whose block a query chose.
-
-        A lane asks for one query of each word, and votes make the words. 32 keys, the first of them
-        a multiple of 16, lie in two blocks at most.
-        """
+        """Bits of each key whose block a query chose. 32 keys, the first of them a multiple of 16,
+        lie in two blocks at most."""
         block_k, lane = self.args.bits.block_k, cute.arch.lane_idx()
         first_q_idx = block.index * self.block_info.tile_m
         words = []

@@ -43,9 +43,8 @@ class ForwardMask(MaskRules):
     cuts_overhang: if a tile reaches past the last query, or before position 0, all its blocks count
     as cut.
 
-    own_rows: so many rows of a tile each have block lists of their own, whose blocks consist of
-    such rows. A walk visits the blocks of all, and says whose each one is. None: the lists' blocks
-    have whole tiles.
+    own_rows: so many rows of a tile each have block lists of their own. A walk visits the blocks of
+    all, and says whose each one is. None: the lists' blocks have whole tiles.
 
     shares_mask: mask_mod is the same for all heads of a query, and is evaluated for one of them.
     """
@@ -112,7 +111,6 @@ class ForwardMask(MaskRules):
         return self.within_fixed_split(work, split_idx, split_blocks)
 
     def has_blocks(self, work: Work) -> Boolean:
-        """Whether a fixed split, or another split, of a work tile has key blocks."""
         assert work.first_block is not None and work.end_block is not None
         return work.first_block < work.end_block
 
@@ -138,10 +136,7 @@ class ForwardMask(MaskRules):
     @cute.jit
     def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
-        number.
-
-        A walk that sees nothing visits one hidden block, so no role needs a special case.
-        """
+        number. A walk that sees nothing visits one hidden block."""
         n_block_min, n_block_max = work.first_block, work.end_block
         if const_expr(work.first_block is None):
             n_block_min, n_block_max = self.key_blocks(work)
@@ -302,8 +297,7 @@ class ForwardMask(MaskRules):
         `MaskWarpRows.store`.
 
         A lane holds a row of each group of 32. If a rule is about columns, it holds one of 32
-        columns until its bits are transposed. All words are made together: a mask warp has no other
-        work to hide their latency.
+        columns until its bits are transposed.
         """
         words = warp_rows.fill(ALL)
         if block.is_hidden:

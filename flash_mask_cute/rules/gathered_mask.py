@@ -1,9 +1,8 @@
 """Walks over small blocks of keys that the queries of a tile chose, whose keys lie side by side.
 
 A tile of the walk holds the blocks that any query of the work tile chose, one after another, in
-ascending order. The number of a tile counts these tiles, so a walk is as long as what was chosen,
-however small the blocks are. Positions of keys follow from the list of the blocks: masks ask it
-here, and the load warps do when they look up the places of keys.
+ascending order. The number of a tile counts these tiles, so a walk is as long as what was chosen.
+Positions of keys follow from the list of the blocks, for masks and for load warps.
 """
 
 from dataclasses import dataclass

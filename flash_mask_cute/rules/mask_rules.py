@@ -1,11 +1,10 @@
 """All masks of a call as one rule, for single scores and for tiles.
 
 A score counts if every given mask allows it: the lengths, causal and window (`Band`), column
-intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles. Kernels
-apply the rule in two directions: in the forward a block of queries walks over keys
-(`forward_mask`), in the backward a block of keys walks over queries (`backward_mask`). Each
-direction sends walks and makes the bits of partial blocks. On every architecture this runs in warps
-that compute no scores.
+intervals, block lists, mask_mod. Kernels apply the rule in two directions: in the forward a block
+of queries walks over keys (`forward_mask`), in the backward a block of keys walks over queries
+(`backward_mask`). Each direction sends walks and makes the bits of partial blocks, in warps that
+compute no scores.
 """
 
 from collections.abc import Callable
@@ -113,8 +112,7 @@ class MaskBitsArgs(NamedTuple):
         return MaskBitsArgs(tiles, states, query_chunk=(first, count))
 
     def rows_of_query_chunk(self, sequence: Int32) -> tuple[Int32, Int32]:
-        """The blocks of queries of a sequence in a launch: the first block and one past the last,
-        which may lie after the sequence."""
+        """The blocks [first, end) of queries of a sequence in a launch, perhaps after its end."""
         first, count = self.query_chunk
         begin, in_row = self.places[sequence, 0], cutlass.max(self.places[sequence, 1], 1)
         ends = (cutlass.max(x - begin, 0) for x in (first, first + count))
@@ -192,10 +190,9 @@ class MaskArgs(NamedTuple):
         aux_tensors: Any,
         mask_bits: MaskBitsArgs | None = None,
     ) -> "MaskArgs":
-        """Made from the arguments of a launch; num_heads: heads of its walks, block_lists: the
-        tensors of the lists, and the size of their blocks (None: that of the kernel's tiles).
-        Raises ValueError: the given tensors do not match those that the kernel was made for, or
-        mask bits are given to a kernel with a mask_mod, or beside block lists."""
+        """num_heads: heads of walks. block_lists: the tensors of the lists, and the size of their
+        blocks (None: that of the kernel's tiles). Raises ValueError: the given tensors do not match
+        the kernel, or mask bits are given to one with a mask_mod, or beside block lists."""
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
         if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
@@ -237,8 +234,7 @@ class TileVerdict(NamedTuple):
 class MaskRules:
     """The masks of a launch, for one tile shape.
 
-    columns: maps each bit of a bit tile to a column of the tile. queries_are_packed,
-    keys_are_packed: those of all sequences lie in one tensor. skip: empty blocks are skipped and
+    columns: maps each bit of a bit tile to a column of the tile. skip: empty blocks are skipped and
     full blocks need no bits; without it every block of a sequence is visited as a partial one, with
     the same result. counts_offsets: mask_mod and block lists count positions in a batch entry,
     where the sequence begins at offset_q and offset_k. group_size: number of heads among the packed
@@ -290,11 +286,9 @@ class MaskRules:
         )
 
     def with_tile_m(self, tile_m: int):
-        """The same rules for tiles of tile_m query rows."""
         return replace(self, block_info=replace(self.block_info, tile_m=tile_m))
 
     def with_tile_n(self, tile_n: int):
-        """The same rules for tiles of tile_n keys."""
         return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
 
     @property

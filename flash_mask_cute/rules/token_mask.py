@@ -1,10 +1,9 @@
 """The masks of a backward that visits the queries of query lists (`core/query_lists.py`).
 
 A work tile is an item: keys, and a segment of the queries that chose them. Blocks of its walk are
-neighbouring entries of the segment, whose heads share the block's rows. Who is in a list sees the
-keys, as far as the selection goes. So without intervals and a mask_mod, bits are needed only for an
-edge of the band, for the end of the keys, and in the last block. All heads of a group see the same,
-unless the kernel says that they do not (`by_head`).
+neighbouring entries of the segment, whose heads share the block's rows. So without intervals and a
+mask_mod, bits are needed only for an edge of the band, for the end of the keys, and in the last
+block.
 """
 
 from dataclasses import dataclass

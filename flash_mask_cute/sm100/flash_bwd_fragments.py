@@ -23,8 +23,7 @@ class PartOfDq(NamedTuple):
 class Products(NamedTuple):
     """Fragments of the products that a launch computes; names are result, then operand.
 
-    p, ds: in TMEM, one for each half of the queries. s_k, dp_v: with one stage, in TMEM if
-    `BwdTraits.holds_keys`. dq: by `BwdTraits.widths_dq`.
+    p, ds: one for each half of the queries. dq: by `BwdTraits.widths_dq`.
     """
 
     s: cute.Tensor  # (128 keys, tile_m queries)
@@ -44,7 +43,6 @@ class Products(NamedTuple):
 
 
 def products(traits: BwdTraits, tiles: BwdSmem) -> Products:
-    """Of a single CTA."""
     scores = traits.mma_scores()
     by_d, by_dv = traits.mma_sums(traits.tile_d), traits.mma_sums(traits.tile_dv)
     shape_s, shape_d, shape_dv = (

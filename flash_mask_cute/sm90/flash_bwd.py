@@ -61,6 +61,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_lists import QueryLists
 from flash_mask_cute.core.query_loads import BwdOperands
 from flash_mask_cute.core.row_blocks import RowBlocks
+from flash_mask_cute.core.score_gradients import BwdScoreArgs
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import (
@@ -82,7 +83,7 @@ from flash_mask_cute.rules.mask_rules import (
 from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits, send_walks
 from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
+from flash_mask_cute.sm90.flash_bwd_chain import make_chain
 from flash_mask_cute.sm90.flash_bwd_diagonals import diagonal_sums, make_bits_and_sums
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
