@@ -30,8 +30,7 @@ DEGREE_5 = (
 )
 # adding it leaves the floor of a number below 2^22 in the last bits
 ROUNDER = 2.0**23 + 2.0**22
-# exponents are held to what a float can be scaled by; the upper end is beyond what probabilities of
-# a tile may sum up to
+# exponents are held to what a float can be scaled by
 LOWEST, HIGHEST = -127.0, 127.0
 # of a saturating multiply-add, whose result 0 stands for the exponent TOP, of an infinite power,
 # and 1 for LOWEST

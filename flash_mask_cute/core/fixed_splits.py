@@ -17,6 +17,5 @@ ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS, PARALLEL_SPLITS = (
     "fixed splits",
 )
 ORDERED = (ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS, PARALLEL_SPLITS)
-# `Work.place` of fixed splits in sequence: whether it is the first one and the last one of its work
-# tile
+# `Work.place` of fixed splits in sequence: whether it is its work tile's first one and last one
 FIRST, LAST = 1, 2

@@ -188,8 +188,7 @@ class OperandLoads:
                 if const_expr(self.share.count == 1 or self.shape.stages_q == 1):
                     state = self._hand_over_rows(state, 0)
                 elif state.blocks == first + 1:
-                    # a query later, that is with the next tile's first block, which was handed over
-                    # with its second one
+                    # with the next tile's first block, which was handed over with its second one
                     state = self._hand_over_rows(state, 0)
             ring.release(tile)
             tile += 1
@@ -253,7 +252,6 @@ class OperandLoads:
     def _load_paged_block(
         self, place: HeadKeys, work: Work, state: LoadState, block: Block
     ) -> LoadState:
-        """Load the keys of a block, and the values of the block before it."""
         number, pages = state.blocks, state.next_pages
         awaited, following = state.v_block - 1, block.index - 1
         if const_expr(block.next_index is not None):
@@ -294,8 +292,7 @@ class OperandLoads:
             in_flight = min(STEPS_IN_FLIGHT, stages - 1)
             state = self._hand_over_rows(state, in_flight)
         if const_expr(self.cut is not None):  # noqa: SIM102 (decided while tracing)
-            # The bits of the cut block before are free when its keys were read. These were handed
-            # over, as all blocks before this one.
+            # those of the cut block before become free, since its keys were handed over
             if block.kind == Kind.PARTIAL:
                 state = state._replace(cuts=self.cut(work, state.cuts, block))
         return state
@@ -395,7 +392,7 @@ class OperandLoads:
         """The place of this lane's box of a block, or the places of its rows, of pages that have to
         be `_settled`.
 
-        If this were done when a box is loaded, divisions and clamps would take longer than the load.
+        Done when a box is loaded, the divisions and clamps would take longer than its load.
         """
         if self._by_rows:
             of_block = place.batch_idx, cutlass.max(block, 0), place.length
@@ -473,7 +470,6 @@ class OperandLoads:
 
     @cute.jit
     def _load_values(self, state: LoadState) -> None:
-        """Load the pending value block, if any."""
         if const_expr(self.operands.v is None and self.pages is None):
             pass  # the kernel has no values
         elif const_expr(self.pages is not None):
@@ -481,8 +477,7 @@ class OperandLoads:
         elif state.v_block >= 0:
             shape, place = self.shape, state.v_place
             row = state.v_block * shape.tile_n
-            # No row of another sequence and none that is not in use, which may hold NaN:
-            # probabilities of 0 keep that.
+            # other rows may hold NaN, which probabilities of 0 keep
             gV, row = tma.readable_rows(
                 self.operands.v,
                 tma.RowSide.of_keys(self.lengths),

@@ -134,7 +134,6 @@ class OutputRows(NamedTuple):
     def row(
         self, work: Work, queries_are_packed: bool, head_idx: Int32, q_idx: Int32, tile_row: Int32
     ) -> tuple:
-        """As `Partials.row`."""
         if queries_are_packed:
             return work.offset_q + q_idx, head_idx
         return work.batch_idx, q_idx, head_idx

@@ -21,8 +21,7 @@ from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 
-# words that go with a query block: its flags, number, head, and row block or, if a walk visits
-# several, sequence
+# of a query block: its flags, number, head, and row block or, if a walk visits several, sequence
 QUERY_WORDS = 4
 
 
@@ -161,7 +160,6 @@ class QueryLoads:
 
     @cute.jit
     def load_do(self, at: Visited):
-        """Load dO of a block."""
         traits, operands, channel = self.traits, self.operands, self.channels.do
         copy = self._rows_copy(operands.do_atom, operands.do, self.tiles.do, traits.tile_dv, at)
         channel.acquire(at.number)
@@ -174,7 +172,6 @@ class QueryLoads:
         """Write the queries of a block, where they are listed, to its words, for who asks."""
 
     def row_block(self, work: Work, block: Block) -> Int32:
-        """The row block of a query block; work: with the lengths of its sequence."""
         return RowBlocks(self.lengths, self.traits.tile_m).of(work, block)
 
     def _rows_copy(

@@ -29,8 +29,7 @@ VECTOR_BYTES = 16
 LANES_OF_ROW = 8
 # neighbouring rows of a block that one of several warps copies
 ROWS_OF_TURN = 4
-# Rows of a lane whose addresses are worked out together. In decoding all registers are free for
-# them, and a warp that waits for addresses would copy more slowly than memory reads.
+# rows of a lane whose addresses are worked out together; in decoding all registers are free
 UNROLL, UNROLL_OF_DECODING = 4, 8
 
 
@@ -149,12 +148,10 @@ class RowCopies:
 
 
 def _vectors(smem: cute.Tensor) -> int:
-    """Copies of a row."""
     return cute.size(smem, mode=[1]) * smem.element_type.width // (VECTOR_BYTES * 8)
 
 
 def _of_lane(word: Int64, lane: Int32) -> Int64:
-    """What a lane of this warp has."""
     low = cute.arch.shuffle_sync(Int32(word), lane)
     high = cute.arch.shuffle_sync(Int32(word >> 32), lane)
     return (Int64(high) << 32) | Int64(Uint32(low))

@@ -149,9 +149,7 @@ class RowArithmetic(Protocol):
         """exp2(score * scale_log2 + bias); too large an exponent gives more than SUM_LIMITS."""
         ...
 
-    def total(self, values: Sequence[Float32]) -> Float32:
-        """The sum of a thread's values."""
-        ...
+    def total(self, values: Sequence[Float32]) -> Float32: ...
 
 
 class QuadRows:
@@ -287,7 +285,6 @@ class OnlineSoftmax:
         return tuple(results)
 
     def tile_max(self, scores: cute.Tensor) -> tuple:
-        """This thread's largest score of each row."""
         return tuple(_chained_reduce(_row(scores, r), cute.arch.fmax) for r in range(self.num_rows))
 
     @cute.jit
@@ -320,7 +317,6 @@ class OnlineSoftmax:
         return tuple((total < self.sum_limit) == Boolean(False) for total in sums)
 
     def is_empty(self) -> tuple:
-        """Per row, whether it has seen nothing yet."""
         return tuple(self.row_max[r] == -Float32.inf for r in range(self.num_rows))
 
     def non_empty_of(self, flags: tuple) -> tuple:
@@ -510,7 +506,6 @@ def round_pair(p: Float32, q: Float32, dtype: type[cutlass.Numeric]) -> Int32:
 
 
 def either(flags: tuple, others: tuple) -> tuple:
-    """Per row, whether either flag is set."""
     return tuple(a | b for a, b in zip(flags, others, strict=True))
 
 

@@ -95,7 +95,6 @@ class TileOnLine(NamedTuple):
 
     @property
     def first_block(self) -> IntLike:
-        """The place of its first block."""
         return self.start + TILE_COST
 
     def split(self, chunk: IntLike, size: IntLike) -> tuple[IntLike, IntLike]:
@@ -106,7 +105,6 @@ class TileOnLine(NamedTuple):
         return first, imax(imin(begin + size, self.num_blocks), first)
 
     def first_chunk(self, size: IntLike) -> IntLike:
-        """The chunk that contains its first block."""
         return self.first_block // size
 
     def num_splits(self, size: IntLike) -> IntLike:

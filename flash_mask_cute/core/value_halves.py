@@ -38,7 +38,6 @@ def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, clusters.Claims
 
 
 def sync_ctas(traits: Any) -> None:
-    """Wait for all threads that compute a work tile together."""
     if traits.num_ctas == 1:
         cute.arch.sync_threads()
     else:

@@ -121,7 +121,6 @@ class Chunk(NamedTuple):
         return Int32(Kind.FULL) + ((self.cut >> bit) & 1)
 
     def block(self, bit: Int32, follower: Int32, predecessor: Int32) -> Block:
-        """The block of a bit."""
         cuts = (self.hidden, self.band, self.columns, self.needs_mask_mod)
         return Block(
             self.base + bit,
@@ -248,8 +247,7 @@ class WalkRing:
                     token = self.tokens[own, bit, self.ring.channel.index(number)]
                 if const_expr(not only_cut):  # noqa: SIM102 (decided while tracing)
                     if remaining == 0:
-                        # before the last block is taken, so that what comes next is scheduled
-                        # meanwhile
+                        # before the last block is taken: what comes next is scheduled meanwhile
                         is_last = chunk.follower == Kind.END
                         self.ring.release(number)
                 block = chunk.block(bit, follower, predecessor)

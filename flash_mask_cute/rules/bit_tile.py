@@ -20,7 +20,7 @@ ALL = -1
 
 
 class Columns(Protocol):
-    """The positions of the columns of a score tile in"""
+    """The columns of a score tile that the bits of a row's words stand for."""
 
     num_words: int
 
@@ -129,7 +129,6 @@ def push(word: Int32, bits: Int32, count: int, num_bits: int = WORD) -> Int32:
 
 
 def join_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
-    """Join words of 16 bits, two to a word."""
     return tuple(
         (low & LOW_HALF) | (high << HALF_WORD)
         for low, high in zip(words[::2], words[1::2], strict=True)

@@ -82,7 +82,6 @@ class ForwardMask(MaskRules):
     # -- tiles ----------------------------------------------------------------------------------
 
     def key_blocks(self, work: Work) -> tuple[Int32, Int32]:
-        """The key blocks [min, max) that a work tile may visit."""
         if self.skip:
             return self.block_info.get_n_block_min_max(self.seqlen_of(work), work.block)
         return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
@@ -187,7 +186,8 @@ class ForwardMask(MaskRules):
         visible_word = cute.arch.vote_ballot_sync(is_visible)
         owned: tuple = ()
         if const_expr(self.own_rows is not None):
-            owned, position = self._take_owned(work, base, position)
+            taken = [self._take_listed(work, base, x, owner) for owner, x in enumerate(position)]
+            owned, position = tuple(x[0] for x in taken), tuple(x[2] for x in taken)
             listed = Int32(0)
             for i in cutlass.range_constexpr(self._num_owners):
                 listed = listed | owned[i]
@@ -281,14 +281,6 @@ class ForwardMask(MaskRules):
             full, full_left = _take_from_row(row, position.full_left, base, ratio)
         return listed | full, full, ListPosition(mask_left, full_left)
 
-    def _take_owned(self, work: Work, base: Int32, positions: tuple) -> tuple:
-        """The word of a chunk's blocks in the lists of each owner, and the positions after it."""
-        taken = [
-            self._take_listed(work, base, position, owner)
-            for owner, position in enumerate(positions)
-        ]
-        return tuple(x[0] for x in taken), tuple(x[2] for x in taken)
-
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
@@ -371,8 +363,7 @@ class ForwardMask(MaskRules):
         if const_expr(self.args.mask_bits is not None):
             words = warp_rows.load(self.args.mask_bits.tile(work.batch_idx, work.block, n_block))
         if const_expr(self.mask_mod is not None):
-            # A lane evaluates one column at a time, row after row: what the callable loads for a
-            # key is the same for all rows, so the compiler loads it once.
+            # row after row: what the callable loads for a lane's key, the compiler loads once
             words = warp_rows.fill(0)
             if const_expr(self.shares_mask):
                 for query in cutlass.range(WORD // self._rows_of_query, unroll=1):

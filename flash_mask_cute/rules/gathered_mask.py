@@ -39,7 +39,6 @@ class GatheredMask(ForwardMask):
         return self.args.bits
 
     def _place(self, work: Work) -> tuple[Int32, ...]:
-        """Of a work tile in `UnionLists.counts`."""
         tile, of_rows = self.selection_tile(work, work.block), self._bits.visible
         return self.selection_place(of_rows, work, work.head_idx, tile, Int32(0))[:3]
 
@@ -56,7 +55,6 @@ class GatheredMask(ForwardMask):
         return number >= 0, number ^ (number >> (WORD - 1))
 
     def key(self, line: Int32, row: Int32) -> Int32:
-        """The key at a row of the walk with this list."""
         return self._block_at(line, row)[1] * self.block_k + (row & (self.block_k - 1))
 
     def num_tiles(self, work: Work) -> Int32:

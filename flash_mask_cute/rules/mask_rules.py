@@ -119,7 +119,6 @@ class MaskBitsArgs(NamedTuple):
         return tuple(cute.ceil_div(x, in_row) for x in ends)
 
     def tile(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> cute.Tensor:
-        """A bit tile (words, lines)."""
         lines = self.tiles[(*self.index(batch_idx, m_block, n_block), None, None)]
         return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
 
@@ -127,7 +126,6 @@ class MaskBitsArgs(NamedTuple):
         return self.states[self.index(batch_idx, m_block, n_block)]
 
     def index(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
-        """The index of a sequence's tile."""
         if self.places is None:
             return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
         first, in_row = self.places[batch_idx, 0], self.places[batch_idx, 1]
@@ -261,7 +259,6 @@ class MaskRules:
         lengths: Lengths,
         **more: Any,
     ):
-        """The rules of a kernel whose bit tiles have `columns`; more: fields of the subclass."""
         block_info = BlockInfo(
             kernel.traits.tile_m,
             kernel.traits.tile_n,
@@ -285,11 +282,9 @@ class MaskRules:
             **more,
         )
 
-    def with_tile_m(self, tile_m: int):
-        return replace(self, block_info=replace(self.block_info, tile_m=tile_m))
-
-    def with_tile_n(self, tile_n: int):
-        return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
+    def for_tiles(self, **sizes: int):
+        """The same rules for tiles with another tile_m or tile_n."""
+        return replace(self, block_info=replace(self.block_info, **sizes))
 
     @property
     def has_selection(self) -> bool:
@@ -397,7 +392,6 @@ class MaskRules:
 
     @property
     def used_bits(self) -> int:
-        """The bits of a word that stand for columns of a tile."""
         return ALL if self._bits_per_word == WORD else (1 << self._bits_per_word) - 1
 
     @property

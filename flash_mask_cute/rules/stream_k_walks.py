@@ -41,9 +41,8 @@ from flash_mask_cute.rules import selection_walk
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.mask_warps import send_walks, wait_to_claim
 
-# Work tiles are few up to so many for each CTA. Few unequal ones are claimed late, so that each
-# goes to a CTA that will soon be free, if heads have at least LATE_BLOCKS query blocks: short walks
-# leave no time to wait.
+# Work tiles are few up to so many for each CTA. Few unequal ones are claimed late, if heads have at
+# least LATE_BLOCKS query blocks: short walks leave no time to wait.
 FEW_TILES, LATE_BLOCKS = 16, 16
 
 
@@ -55,8 +54,6 @@ class Window(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A work tile and its place on the line."""
-
     work: Work
     start: Int32
     num_blocks: Int32
@@ -84,7 +81,6 @@ class KeyBlockLine:
     num_batch: Int32
 
     def part(self, first_head: Int32, num_heads: Int32) -> "KeyBlockLine":
-        """The line of some of these heads."""
         return replace(self, first_head=self.first_head + first_head, num_heads=num_heads)
 
     @cute.jit

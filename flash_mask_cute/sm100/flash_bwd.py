@@ -355,7 +355,7 @@ class FlashAttentionBackwardSm100:
                 )
                 rules = BackwardMask.create(
                     self, traits.columns, masks, lengths, group, traits.cta_pair
-                ).with_tile_n(traits.cluster_tile_n)
+                ).for_tiles(tile_n=traits.cluster_tile_n)
                 send = send_walks if channels.claims is None else send_claimed_walks
                 send(scheduler, rules, lengths, channels.ring, channels.walk)
             elif const_expr(traits.makes_dk):

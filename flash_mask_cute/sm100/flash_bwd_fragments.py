@@ -83,7 +83,6 @@ def _parts_of_dq(traits: BwdTraits, tiles: BwdSmem) -> tuple[PartOfDq, ...]:
 def _keys(
     traits: BwdTraits, mma: cute.TiledMma, smem: cute.Tensor, first: int, cols: int
 ) -> cute.Tensor:
-    """K or V as operand A of the scores."""
     if traits.holds_keys:
         layout = blackwell.make_smem_layout_a(mma, (ROWS, traits.tile_m, cols), traits.dtype, 1)
         return umma.operand_a(mma, layout, traits.dtype, first)

@@ -21,8 +21,6 @@ from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 @dataclass(frozen=True)
 class KeyLoads:
-    """State of the load warp."""
-
     traits: cutlass.Constexpr[BwdTraits]
     operands: BwdOperands
     tiles: BwdSmem
@@ -103,8 +101,6 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class SumsOut:
-    """State of the send warp."""
-
     traits: cutlass.Constexpr[BwdTraits]
     channels: Channels
     sums: DqSums

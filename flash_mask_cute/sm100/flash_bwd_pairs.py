@@ -268,7 +268,6 @@ class Arrivals:
         self.ds(number)
 
     def q(self, number: Int32) -> None:
-        """Q by rows."""
         tiles = ((self.tiles.q, True),)
         self._await(self.channels.q, self.channels.q_there, number, tiles)
 

@@ -20,8 +20,7 @@ from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
 from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
-# k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
-# would be computed once, before all blocks, for which a thread has no registers
+# k-steps of a product that is not rolled: descriptors of more would stay in registers
 MOST_STEPS = 4
 
 

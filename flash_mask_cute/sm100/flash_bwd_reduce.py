@@ -105,7 +105,6 @@ class DqParts:
         return cute.make_tensor(self.tiles.dq.iterator, cute.make_layout(shape))
 
     def _stage_chunk(self, values: cute.Tensor, staged: cute.Tensor, load: int | Int32) -> None:
-        """Write what this thread has loaded of a part."""
         row, num_quads = thread_in_warpgroup(), cute.size(values) // 4
         first = load * num_quads
         if self.traits.cta_pair:

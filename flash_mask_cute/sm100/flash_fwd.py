@@ -336,8 +336,7 @@ class FlashAttentionForwardSm100:
                 if group.is_leader():
                     WalkProducts(traits, self.in_parts, traits.products(storage), channels).run()
             elif warp_idx == Role.SCHEDULE:
-                rules = self._rules(masks, lengths)
-                rules = rules.with_tile_m(traits.cluster_tile_m)
+                rules = self._rules(masks, lengths).for_tiles(tile_m=traits.cluster_tile_m)
                 rings = channels.ring, channels.walk
                 schedule_forward(
                     self, rules, rings, lengths, schedule, tile_counter, partials, traits.group.size

@@ -178,7 +178,6 @@ class OutputWarps:
         umma.fence_before_arrival()
 
     def _release_output(self, half_tile: Int32) -> None:
-        """Signal that this warp has its rows of O in registers or staged."""
         cute.arch.sync_warp()
         self.channels.o.release(half_tile)
 
@@ -199,7 +198,6 @@ class OutputWarps:
         column: Int32 | int,
         is_row: Boolean,
     ):
-        """Stage or store a chunk of an output row, starting at a column."""
         is_packed = self.lengths.cu_seqlens_q is not None
         if const_expr(self.partials is not None):  # noqa: SIM102 (decided while tracing)
             if is_row & self.partials.is_split(at.work):

@@ -40,8 +40,7 @@ TILE_N = 128
 BUFFERS_S = 2
 # columns of P that are handed over first
 FIRST_PART = 96
-# Columns of tiles, of queries and keys and of values. Heads of other dimensions are rounded up to
-# the first ones that hold them: TMA fills with zeros, and clips the output.
+# columns of tiles, of queries and keys and of values; other heads get the first that hold them
 TILE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # the most columns of values for which TMEM holds the sums of two halves
 MOST_OF_HALVES = 128
@@ -174,7 +173,6 @@ class FwdTraits(PackedHeads):
 
     @property
     def q_fills(self) -> int:
-        """Fills of the query channel for a work tile."""
         return self.halves
 
     @property
@@ -310,8 +308,7 @@ class FwdTraits(PackedHeads):
         source = tcgen05.OperandSource.TMEM
         return umma.make_mma(self.dtype, majors, self.group.kind, shape, source)
 
-    # The layouts of operands as products see them, in k-steps, and as TMA does, (rows, columns,
-    # stages): the same bytes.
+    # operands as products see them, in k-steps, and as TMA does, (rows, columns, stages)
 
     def operand_q(self) -> cute.ComposedLayout:
         tile = (self.group.rows, self.tile_n, self.tile_d)
@@ -382,8 +379,7 @@ class FwdTraits(PackedHeads):
     def channels(self, storage: Any, fields: tuple[str, ...]) -> Channels:
         """The channels of a CTA, initialised by its first warp; fields: see `WorkRing`."""
         group = self.group
-        # load, mma (the leader's) and softmax and mask warps go through walks, those of the
-        # output do not
+        # load, mma (the leader's), softmax and mask
         num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
         ring, walk = scheduler_rings(
             storage, (num_walkers, OUTPUT_WARPS), ascending=False, uncut_first=False, fields=fields
@@ -438,7 +434,6 @@ class FwdTraits(PackedHeads):
         )
 
     def scores(self, buffer: int | Int32) -> cute.Tensor:
-        """S in TMEM, as the result of a product."""
         shape = self.group.rows, self.tile_n
         return umma.accumulator(self.mma_qk(), shape, self.column_s(buffer))
 
@@ -448,6 +443,5 @@ class FwdTraits(PackedHeads):
         return umma.operand_a(self.mma_pv(), self.operand_p(), self.dtype, first)
 
     def output(self, half: int) -> cute.Tensor:
-        """O in TMEM, as the result of a product."""
         shape = self.group.rows, self.tile_dv
         return umma.accumulator(self.mma_pv(), shape, self.column_o(half))

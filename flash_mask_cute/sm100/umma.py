@@ -84,7 +84,6 @@ class Group:
 
     @property
     def cluster(self) -> tuple[int, int, int] | None:
-        """The cluster shape of the launch."""
         return (self.size, 1, 1) if self.is_pair else None
 
     @property
@@ -215,9 +214,8 @@ def issue(
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
 
 
-# By rule the last wait before work in TMEM and the first arrival behind it have a fence between,
-# whatever the barrier is for: a fence is no instruction of the machine, and the rule can be checked
-# in the text of a kernel.
+# By rule a fence follows the last wait before work in TMEM, and another one precedes the first
+# arrival behind it, whatever the barrier is for. A fence is no instruction of the machine.
 
 
 def fence_after_wait() -> None:

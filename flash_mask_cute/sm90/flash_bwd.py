@@ -414,9 +414,8 @@ class FlashAttentionBackwardSm90:
                     claims_first=self.deterministic,
                     entries_first=self.entries_first,
                 )
-                rules = self._rules(masks, lengths, group, query_lists).with_tile_n(
-                    traits.cluster_tile_n
-                )
+                rules = self._rules(masks, lengths, group, query_lists)
+                rules = rules.for_tiles(tile_n=traits.cluster_tile_n)
                 rings = (channels.ring, channels.walk)
                 if const_expr(traits.by_query_lists):
                     send_token_walks(scheduler, rules, lengths, *rings)
@@ -457,7 +456,16 @@ class FlashAttentionBackwardSm90:
         self, masks: MaskArgs, lengths: Lengths, group: Int32, query_lists: QueryLists | None
     ) -> BackwardMask:
         if query_lists is not None:
-            return TokenMask.create_by_query_lists(self, wgmma.COLUMNS, masks, lengths, query_lists)
+            return TokenMask.from_kernel(
+                self,
+                wgmma.COLUMNS,
+                masks,
+                lengths,
+                group=Int32(1),
+                is_ordered=False,
+                lists=query_lists,
+                by_head=self.masks_by_head,
+            )
         own_keys = wgmma.ROWS_PER_WARPGROUP if self.traits.lists_per_warpgroup else None
         of_tiles = self.traits.cta_pair, own_keys
         return BackwardMask.create(self, wgmma.COLUMNS, masks, lengths, group, *of_tiles)
