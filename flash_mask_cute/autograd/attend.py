@@ -127,7 +127,8 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
 @assume_constant_result
 def _why_unordered(device: str, index: int | None, have_shared_keys: bool) -> str | None:
     """Why gradients of aux tensors have no fixed order of sums on a device, or None."""
-    return why_unordered_on(torch.device(device, index), have_shared_keys)
+    name = device if index is None else f"{device}:{index}"
+    return why_unordered_on(torch.device(name), have_shared_keys)
 
 
 def _is_plain_forward(call: AttentionCall) -> bool:
