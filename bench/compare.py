@@ -206,9 +206,7 @@ class Server:
 
 def admitting(seed: int, gate_rows: int) -> Callable[[BenchCase], Callable[[], Any]]:
     """`Server`'s prepare: ours alone, on inputs of `seed`."""
-    options = measure.Options(
-        (), ("ours",), 0, 0, 0.0, 0.0, 0.0, 0.0, seed, "", "", "", gate_rows=gate_rows
-    )
+    options = measure.Options(("ours",), seed, gate_rows=gate_rows)
     inputs = measure.Inputs()
 
     def prepare(case: BenchCase) -> Callable[[], Any]:
