@@ -103,8 +103,7 @@ def by_hand(case: BenchCase) -> np.ndarray:
 
 
 def static(mask: str, **fields: object) -> BenchCase:
-    """A mask of cuDNN's benchmark: two sequences of 244 tokens, seven nodes of a tree, or documents
-    of a context and targets."""
+    """A mask of cuDNN's benchmark: two sequences of 244 tokens, in nodes of a tree or documents."""
     nodes = tuple((t,) for t in (40, 31, 27, 50, 18, 45, 33))
     documents = ((60, 41), (70, 73)) if mask == "hstu" else nodes
     form = "mask_mod" if mask in masks.BEYOND_COLUMNS else "columns"
