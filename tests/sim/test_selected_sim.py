@@ -164,8 +164,7 @@ def bits_of(words: Tensor) -> Tensor:
 
 
 class Composed(NamedTuple):
-    """A dense call beside a selection: operands in bfloat16, what each query sees, bool (batch,
-    heads_q, queries, keys), and what is added to scores, of that shape or smaller."""
+    """A dense call beside a selection: operands, visible pairs, and what is added to scores."""
 
     q: Tensor
     k: Tensor
