@@ -21,9 +21,9 @@ NO_GRADIENTS = "there are no gradients over keys and values in float8_e4m3fn"
 
 
 def check_fp8(call: AttentionCall) -> bool:
-    """Whether k and v of a call, which are tensors, are in fp8. If they are, or look so, check
-    their dtypes and what is beside them. Raises TypeError, ValueError, NotImplementedError, naming
-    argument and value."""
+    """Whether k and v of a call are in fp8. If they are, or look so, check their dtypes and the
+    arguments beside them. Raises TypeError, ValueError, NotImplementedError, naming argument and
+    value."""
     x, of, scales = call.tensors, call.tensors.lengths, call.tensors.optional
     given = {"k": x.k, "v": x.v}
     for name, tensor in given.items():
@@ -57,8 +57,8 @@ def check_fp8(call: AttentionCall) -> bool:
 
 
 def refuse_scale(name: str, descale: object, of: str, tensor: Tensor) -> None:
-    """Refuse a scale of a tensor, by name `of`, that is not in float8_e4m3fn. Raises ValueError,
-    naming the scale."""
+    """Refuse a scale of a tensor, by name `of`, in another format. Raises ValueError, naming the
+    scale."""
     if descale is not None and tensor.dtype != FP8:
         raise ValueError(
             f"{name} is a scale of {of} in float8_e4m3fn, and must be None beside {of} in "
@@ -69,29 +69,22 @@ def refuse_scale(name: str, descale: object, of: str, tensor: Tensor) -> None:
 def refuse_other_format(name: str, tensor: Tensor, dtype_of_q: torch.dtype) -> None:
     """Refuse keys or values in what somebody may take for float8_e4m3fn. Raises TypeError, naming
     the tensor and its dtype."""
-    if _is_other_fp8(tensor.dtype) and tensor.dtype != dtype_of_q:
-        raise TypeError(
-            f"{name} must be in float8_e4m3fn, or have the dtype of q ({dtype_of_q}), got "
-            f"{tensor.dtype}" + _advice(tensor.dtype)
-        )
-
-
-def _is_other_fp8(dtype: torch.dtype) -> bool:
-    """Whether this is what somebody may take for float8_e4m3fn."""
-    return dtype in _OTHER_BYTES or (
-        dtype.itemsize == 1 and dtype.is_floating_point and dtype != FP8
+    dtype = tensor.dtype
+    is_other_fp8 = dtype.itemsize == 1 and dtype.is_floating_point and dtype != FP8
+    if dtype == dtype_of_q or not (is_other_fp8 or dtype in _OTHER_BYTES):
+        return
+    advice = ", which is another format"
+    if dtype in _OTHER_BYTES:
+        advice = ": if these are its codes, pass tensor.view(torch.float8_e4m3fn)"
+    raise TypeError(
+        f"{name} must be in float8_e4m3fn, or have the dtype of q ({dtype_of_q}), got "
+        f"{dtype}{advice}"
     )
 
 
-def _advice(dtype: torch.dtype) -> str:
-    if dtype in _OTHER_BYTES:
-        return ": if these are its codes, pass tensor.view(torch.float8_e4m3fn)"
-    return ", which is another format"
-
-
 def check_rows(name: str, tensor: Tensor) -> None:
-    """Check that each row of a head of a tensor in fp8 begins at a multiple of 16 bytes. Raises
-    ValueError, naming the tensor."""
+    """Check that each row of a tensor in fp8 begins at a multiple of 16 bytes. Raises ValueError,
+    naming the tensor."""
     *extents, dim = tensor.shape
     *strides, last = tensor.stride()
     rule = f"{name} in float8_e4m3fn must have"
@@ -118,8 +111,7 @@ def check_rows(name: str, tensor: Tensor) -> None:
 
 def check_places(call: AttentionCall, batch: int) -> None:
     """Check the rows of keys and values in fp8, whose shapes are right, and their scales. Raises
-    TypeError, ValueError, naming the tensor; NotImplementedError: several sequences have the keys
-    of one batch entry."""
+    TypeError, ValueError, naming the tensor; NotImplementedError: sequences have common keys."""
     x, of = call.tensors, call.tensors.optional
     if x.have_shared_keys:
         raise NotImplementedError(
