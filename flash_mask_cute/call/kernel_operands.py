@@ -1,8 +1,8 @@
 """The operands of the attention kernels, by name: one table for each direction.
 
 The order of a table is that of the kernels' `__call__`, of the compiler's stand-ins, and of the
-launches in `forward.py` and `backward.py`, which pass everything but the stream. A launch is
-written out, because it runs at each call. `tests/cpu/call/test_operands.py` holds it to its table.
+launches in `forward.py` and `backward.py`, which pass everything but the stream. Launches are
+written out for speed. `tests/cpu/call/test_operands.py` holds them to the tables.
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ STREAM = "stream"
 
 
 class KernelOperand(NamedTuple):
-    """An operand of an attention kernel.
-
-    parameter: its name in the kernel's `__call__`. argument: its name in the launch. fake: its
-    stand-in for the compiler, made of the problem and the tiles (`FwdTiles`) or the choice
-    (`BwdChoice`); None where the problem does not have it.
-    """
+    """An operand of an attention kernel, by its names in the kernel's `__call__` and in the launch.
+    fake: makes its stand-in for the compiler of the problem and the tiles (`FwdTiles`) or the
+    choice (`BwdChoice`); None where the problem does not use it."""
 
     parameter: str
     argument: str
