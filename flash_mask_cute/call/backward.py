@@ -97,18 +97,9 @@ class KernelBackward:
         if index >= 0 and index != current_device():
             with torch.cuda.device(index):
                 return self(tensors, masks)
-        if dq is None:
-            dq = new_gradient(q)
-        else:
-            count_writing(dq)
-        if dk is None:
-            dk = new_gradient(k)
-        else:
-            count_writing(dk)
-        if dv is None:
-            dv = new_gradient(v)
-        else:
-            count_writing(dv)
+        dq = new_gradient(q) if dq is None else _counted(dq)
+        dk = new_gradient(k) if dk is None else _counted(dk)
+        dv = new_gradient(v) if dv is None else _counted(dv)
         result = dq, dk, dv
         if dlse is not None and dlse.is_neg():
             # autograd negates lazily after a conjugation; a copy of such a dout is no longer so
@@ -270,6 +261,12 @@ class CpuBackward:
             of.dsink.copy_(dsink)
         write_gradients(daux, aux_sums)
         return _written(dq, of.dq), _written(dk, of.dk), _written(dv, of.dv)
+
+
+def _counted(given: Tensor) -> Tensor:
+    """The caller's tensor, to which a kernel writes."""
+    count_writing(given)
+    return given
 
 
 def _zeros(like: Tensor, given: Tensor | None) -> Tensor:
