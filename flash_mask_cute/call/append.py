@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import CallLengths, OptionalTensors
 from flash_mask_cute.call.cache_writes import (
     check_entries_once,
     check_rotary_positions,
@@ -285,7 +286,7 @@ def _check_descales(x: Append) -> dict[str, Tensor | None]:
     of_rows: dict[str, Tensor | None] = {}
     for name, descale, cache in (("k", x.k_descale, x.k_cache), ("v", x.v_descale, x.v_cache)):
         if descale is not None:
-            check_descale(f"{name}_descale", descale, f"{name}_cache", cache, x.batch)
+            check_descale(descale, f"{name}_cache", cache, x.batch)
             if descale.dim() == 3:
                 check_own_memory(f"{name}_descale", descale)
                 of_rows[f"{name}_descale"] = descale
@@ -362,9 +363,10 @@ def _check_room(x: Append, infos: list[Any]) -> None:
                 f"{info.seqlen_k_new} more"
             )
     if x.page_table is not None:
-        lengths = [info.seqlen_k for info in infos]
-        total = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        check_pages(x.k_cache, x.page_table, None, total, x.batch_idx, x.leftpad)
+        keys = [info.seqlen_k for info in infos]
+        total = torch.tensor(keys, dtype=torch.int32, device="cpu")
+        lengths = CallLengths(page_table=x.page_table, seqused_k=total)
+        check_pages(x.k_cache, lengths, OptionalTensors(x.batch_idx, x.leftpad))
 
 
 # -- the kernel ---------------------------------------------------------------------------------

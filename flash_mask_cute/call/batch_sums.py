@@ -20,7 +20,7 @@ from flash_mask_cute.call.aux_sums import new_sums
 from flash_mask_cute.call.execution_plan import ExecutionPlan, SharedSums, ShortTile
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.forward import count_writing
-from flash_mask_cute.call.kernel_operands import BACKWARD
+from flash_mask_cute.call.kernel_operands import BACKWARD, sums_of_aux
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import BwdChoice
@@ -30,7 +30,6 @@ from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
-from flash_mask_cute.runtime.fake_tensors import strided
 from flash_mask_cute.runtime.target import Target
 
 # queries and keys of a tile (`sm90/flash_bwd_shared.py`)
@@ -294,26 +293,17 @@ def build_shared_sums(
     # gradients may have other strides than their tensors
     of, like = ({row.argument: row.fake(problem, choice) for row in BACKWARD} for _ in range(2))
     arguments = [of[name] for name in ("q", "k", "v", "dout", "stats")]
-    sums, number = _sums(problem, shared), cutlass.Int32(1)
+    sums = sums_of_aux(problem, shared.numbers, shared.exact, shared.once)
+    number = cutlass.Int32(1)
     if short is None:
         arguments += [sums, of["aux_tensors"], of["scale"], number, of["stream"]]
         more = of["window_left"], of["window_right"], of["mask_bits"]
     else:
         target_of_dq = "dq_accum" if short.several_keys else "q"
         arguments += [like[name] for name in (target_of_dq, "k", "v")]
-        arguments += [sums or None, of["aux_tensors"], of["scale"], of["scale"], number]
+        arguments += [sums, of["aux_tensors"], of["scale"], of["scale"], number]
         more = of["stream"], of["window_left"], of["window_right"]
     return compile_object(kernel, [*arguments, *more], options_of(target))
-
-
-def _sums(problem: AttentionProblem, shared: SharedSums) -> tuple[Any, ...]:
-    def sums_of(i: int) -> Any:
-        _, rank = problem.aux[i]
-        if i in shared.exact:
-            return strided(rank + 1, "int64")
-        return strided(rank + int(i in shared.once), "float32")
-
-    return tuple(map(sums_of, shared.numbers))
 
 
 class MakeSharedSums:
@@ -421,21 +411,20 @@ def explain_reads(
     wanted = tuple(sorted((*run.problem.wants_aux, *shared)))
     if wanted:
         together = find_reads(score_mod, run.problem, wanted)
-        return tuple(_reads_of(run, i, x, True, run.shared) for i, x in together.tensors.items())
+        return tuple(_reads_of(run, i, x, is_wanted=True) for i, x in together.tensors.items())
     found = []
     for i, tensor in enumerate(aux_tensors):
         if tensor.dtype.is_floating_point:
             alone = find_reads(score_mod, run.problem, (i,)).tensors[i]
             if alone.read_class is not ReadClass.UNREAD:
                 wanting = replace(run, problem=replace(run.problem, wants_aux=(i,)))
-                shared_then = choose_shared_sums(wanting, may_be_short=run.is_short)
-                found.append(_reads_of(run, i, alone, False, shared_then))
+                then = choose_shared_sums(wanting, may_be_short=run.is_short)
+                found.append(_reads_of(replace(run, shared=then), i, alone, is_wanted=False))
     return tuple(found)
 
 
-def _reads_of(
-    run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool, shared: SharedSums | None
-) -> AuxGradient:
+def _reads_of(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) -> AuxGradient:
+    shared = run.shared
     is_long = max(run.shapes.seqlen_q, run.shapes.seqlen_k) > MOST_POSITION
     if is_long and reads.read_class is ReadClass.DIFFERENCE:
         reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flash_mask_cute.call.execution_plan import ExecutionPlan, ShortTile
 from flash_mask_cute.call.forward import NO_MODS, cached_attention
 from flash_mask_cute.call.gradient_facts import GradientFacts
 from flash_mask_cute.call.kernel_operands import (
@@ -145,15 +146,11 @@ def compile_bwd(
     return BwdKernels(preprocess.function, main.function, postprocess, zero_padding, add_parts)
 
 
-def compile_short(
-    problem: AttentionProblem,
-    choice: BwdChoice,
-    target: Target,
-    facts: GradientFacts,
-    several_keys: bool,
-) -> BwdKernels:
-    """The kernels before and after that of short sequences. several_keys: as in `ShortTile`."""
-    if not several_keys:
+def compile_short(plan: ExecutionPlan, tile: ShortTile) -> BwdKernels:
+    """The kernels before and after that of short sequences."""
+    problem, choice, target, facts = plan.problem, plan.bwd_choice, plan.target, plan.gradients
+    assert facts is not None
+    if not tile.several_keys:
         preprocess = compile_preprocess(problem, choice, target, facts, 0)
         return BwdKernels(preprocess.function, None, None)
     choice = replace(choice, tiles=replace(choice.tiles, clears_dq=True))

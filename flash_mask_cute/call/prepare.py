@@ -97,11 +97,10 @@ def built_fwd(plan: ExecutionPlan) -> Compiled:
 
 def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
     """The kernels of a planned backward."""
+    if plan.shared is not None and plan.shared.short is not None:
+        return compile_short(plan, plan.shared.short)
     facts = plan.gradients
     assert facts is not None
-    if plan.shared is not None and (short := plan.shared.short) is not None:
-        of_problem = plan.problem, plan.bwd_choice, plan.target
-        return compile_short(*of_problem, facts, short.several_keys)
     mods = _kernel_mods(plan, facts.score_mod_bwd)
     return compile_bwd(plan.problem, plan.bwd_choice, plan.target, mods, facts)
 

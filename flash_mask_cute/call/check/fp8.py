@@ -30,7 +30,7 @@ def check_fp8(call: AttentionCall) -> bool:
         refuse_other_format(name, tensor, x.q.dtype)
     if x.k.dtype != FP8 and x.v.dtype != FP8:
         for name, descale in (("k", scales.k_descale), ("v", scales.v_descale)):
-            refuse_scale(f"{name}_descale", descale, name, given[name])
+            refuse_scale(descale, name, given[name])
         return False
     if call.direction is Direction.BACKWARD:
         raise NotImplementedError(f"{NO_GRADIENTS}, got k in {x.k.dtype} and v in {x.v.dtype}")
@@ -56,12 +56,12 @@ def check_fp8(call: AttentionCall) -> bool:
     return True
 
 
-def refuse_scale(name: str, descale: object, of: str, tensor: Tensor) -> None:
-    """Refuse a scale of a tensor, by name `of`, in another format. Raises ValueError, naming the
-    scale."""
+def refuse_scale(descale: object, of: str, tensor: Tensor) -> None:
+    """Refuse a scale of a tensor in another format. of: the tensor's name, k or v first. Raises
+    ValueError, naming the scale."""
     if descale is not None and tensor.dtype != FP8:
         raise ValueError(
-            f"{name} is a scale of {of} in float8_e4m3fn, and must be None beside {of} in "
+            f"{of[0]}_descale is a scale of {of} in float8_e4m3fn, and must be None beside {of} in "
             f"{tensor.dtype}, got {brief(descale)}"
         )
 
@@ -121,11 +121,13 @@ def check_places(call: AttentionCall, batch: int) -> None:
     for name, descale, cache in (("k", of.k_descale, x.k), ("v", of.v_descale, x.v)):
         check_rows(name, cache)
         if descale is not None:
-            check_descale(f"{name}_descale", descale, name, cache, batch)
+            check_descale(descale, name, cache, batch)
 
 
-def check_descale(name: str, descale: object, of: str, cache: Tensor, batch: int) -> None:
-    """Check a scale, which is for `cache`, by name `of`, of 4 dimensions."""
+def check_descale(descale: object, of: str, cache: Tensor, batch: int) -> None:
+    """Check a scale of a cache of 4 dimensions. of: the cache's name, k or v first. Raises
+    TypeError, ValueError, naming the scale."""
+    name = f"{of[0]}_descale"
     check_tensor(name, descale)
     assert isinstance(descale, Tensor)
     if descale.dtype != torch.float32:

@@ -167,7 +167,7 @@ def _check_format(cache: Cache) -> None:
         )
     for name, tensor, descale in (("k", k, cache.k_descale), ("v", v, cache.v_descale)):
         if descale is not None and not (tensor.dtype == FP8 and isinstance(descale, Tensor)):
-            refuse_scale(f"{name}_descale", descale, f"{name}_cache", tensor)
+            refuse_scale(descale, f"{name}_cache", tensor)
             check_tensor(f"{name}_descale", descale)
 
 

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import CallLengths, OptionalTensors
 from flash_mask_cute.call.check.lengths import check_batch_vector, check_index_vector
 from flash_mask_cute.limits import LEAST_BOX, MAX_PAGE_SIZE
 from flash_mask_cute.runtime.checks import brief, check_device, check_tensor
@@ -66,16 +67,15 @@ def check_page_table(k: Tensor, page_table: object) -> None:
         )
 
 
-def check_pages(
-    k: Tensor,
-    page_table: object,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    kv_batch_idx: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-) -> None:
+def check_pages(k: Tensor, lengths: CallLengths, optional: OptionalTensors) -> None:
     """Check a page table against the pool of k, and where sequences lie in it. Raises TypeError or
     ValueError, naming argument and value."""
+    page_table, cu_seqlens_k, seqused_k = (
+        lengths.page_table,
+        lengths.cu_seqlens_k,
+        lengths.seqused_k,
+    )
+    kv_batch_idx, leftpad_k = optional.kv_batch_idx, optional.leftpad_k
     check_page_table(k, page_table)
     assert isinstance(page_table, Tensor)
     if cu_seqlens_k is not None:

@@ -111,11 +111,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     )
     shape_k = tuple(x.k.shape)
     if of.page_table is not None:
-        check_pages(
-            x.k,
-            *(of.page_table, of.cu_seqlens_k, of.seqused_k),
-            *(optional.kv_batch_idx, optional.leftpad_k),
-        )
+        check_pages(x.k, of, optional)
         shape_k = paged_shape(x.k, of.page_table, optional.kv_batch_idx)
     else:
         refuse_without_pages(kv_batch_idx=optional.kv_batch_idx, leftpad_k=optional.leftpad_k)
@@ -382,7 +378,9 @@ def _check_outputs(call: AttentionCall, shapes: FwdShapes, score_mod: object) ->
     for name, of_rows in rows.items():
         if of_rows is not None:
             or_wide = q.dtype == torch.float64 and name != "max_scores"
-            _check_lse(name, of_rows, lse_shape, q.device, or_wide)
+            check_fp32(name, of_rows, lse_shape, q.device, or_wide)
+            if not of_rows.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {of_rows.stride()}")
     outputs = {"out": x.out, **rows}
     if any(y is not None for y in outputs.values()):
         check_outputs_apart(outputs, inputs_of(call))
@@ -543,14 +541,6 @@ def _check_output(
     check_shaped(name, tensor, shape, shape_name, q, may_be_wide=may_be_wide)
     check_memory_layout(name, tensor, aligned=q.device.type == "cuda")
     check_own_memory(name, tensor)
-
-
-def _check_lse(
-    name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device, or_wide: bool
-) -> None:
-    check_fp32(name, value, shape, device, or_wide)
-    if not value.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
 
 
 def _check_wants_low(lse_low: object, score_mod: object) -> None:
