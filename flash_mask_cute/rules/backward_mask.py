@@ -336,32 +336,31 @@ class BackwardMask(MaskRules):
         return words
 
     def _selection_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """Bits of each key whose block a query chose.
-
-        A lane asks for one query of each word, and votes make the words. 32 keys, the first of them
-        a multiple of 16, lie in two blocks at most.
-        """
-        block_k, lane = self.args.bits.block_k, cute.arch.lane_idx()
-        first_q_idx = block.index * self.block_info.tile_m
+        """Bits of each key whose block a query chose."""
         words = []
         for group in range(warp_rows.num_groups):
             k_idx = warp_rows.line(work, group)
-            ends = k_idx - lane, k_idx - lane + WORD - 1
-            blocks = [cutlass.min(end, work.seqlen_k - 1) // block_k for end in ends]
-            is_first = cutlass.min(k_idx, work.seqlen_k - 1) // block_k == blocks[0]
             for w in range(self.columns.num_words):
-                q_idx = cutlass.min(first_q_idx + self.columns.col_of(w, lane), work.seqlen_q - 1)
-                row = q_idx + work.offset_q
-                votes = [
-                    Int32(
-                        cute.arch.vote_ballot_sync(
-                            self.chosen_bit(work, block.head_idx, row, kb) != 0
-                        )
-                    )
-                    for kb in blocks
-                ]
-                words.append(cutlass.select_(is_first, *votes))
+                words.append(self._selection_word(work, block, k_idx, w))
         return tuple(words)
+
+    @cute.jit
+    def _selection_word(
+        self, work: Work, block: Block, k_idx: Int32, w: cutlass.Constexpr[int]
+    ) -> Int32:
+        """Votes of a warp whose lanes hold 32 keys, block after block: a lane votes for a query."""
+        lane, first_q_idx = cute.arch.lane_idx(), block.index * self.block_info.tile_m
+        q_idx = cutlass.min(first_q_idx + self.columns.col_of(w, lane), work.seqlen_q - 1)
+        own, first, last = (
+            cutlass.min(key, work.seqlen_k - 1) // self.args.bits.block_k
+            for key in (k_idx, k_idx - lane, k_idx - lane + WORD - 1)
+        )
+        word = Int32(0)
+        for kb in cutlass.range(first, last + 1, unroll=1):
+            bit = self.chosen_bit(work, block.head_idx, q_idx + work.offset_q, kb)
+            vote = Int32(cute.arch.vote_ballot_sync(bit != 0))
+            word = cutlass.select_(own == kb, vote, word)
+        return word
 
     def _mask_bit_words(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
         n_block = work.block
