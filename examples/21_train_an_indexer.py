@@ -45,7 +45,7 @@ EXAMPLE = "21_train_an_indexer"
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, INDEX_DIM = 2, 64, 4, 2, 64, 32
 SEQLEN, CODE, VALUES = 512, 32, 4
 BLOCK, CHOSEN, PAGE = 64, 3, 64
-WARM_UP, DECODED, HELD_OUT = 16, 16, 1 << 31
+WARM_UP, DECODED, HELD_OUT = 24, 16, 1 << 31
 # nats of a loss, which is ln(VALUES) = 1.4 before the training
 LARGEST_COST = 0.15
 
@@ -80,8 +80,6 @@ class Layer(nn.Module):
                 (HEADS, KV_HEADS, KV_HEADS)
             )
             q.copy_(k.mul_(1.5).repeat_interleave(HEADS // KV_HEADS, 0))
-            index_q, index_k = self.index.weight.chunk(2)
-            index_q.copy_(index_k.mul_(1.5))
 
     def split(self, x: Tensor) -> Heads:
         x = F.layer_norm(x, x.shape[-1:])
