@@ -12,7 +12,7 @@ block are issued with tO of the block before. P is computed under both others, P
 
 from dataclasses import dataclass, fields, replace
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -285,10 +285,7 @@ class AttentionTangentSm90(FlashAttentionForwardSm90):
     mPartials the first fields of `TangentTensors`."""
 
     traits_type, query_loaders = TangentTraits, 2
-
-    @staticmethod
-    def destination_of(given: tuple, *_: Any) -> TangentTensors:
-        return TangentTensors(*given)
+    destination_of = staticmethod(lambda given, split, has_low: TangentTensors(*given))
 
     def with_operands(self, partials: TangentTensors, lengths: Lengths, mO: cute.Tensor):
         operands = tma.Operands.of_forward(self.traits, *partials[:3], mO, lengths)
