@@ -1,8 +1,4 @@
-"""`context_parallel_attention` of two and four processes (gloo, CPU) equals one process.
-
-FLASH_MASK_PARALLEL_CALLS says how many rows of the table, and as many draws, run (10), or "all":
-the whole table and 200 draws; FLASH_MASK_PARALLEL_SEED is their seed (one of today).
-"""
+"""`context_parallel_attention` of two and four processes (gloo, CPU) equals one process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Statistics of P from the whole matrix in float64, and drawn calls of them.
-
-P is made head by head from the definition of each mask (`oracle.py`); nothing here uses the
-package.
-"""
+"""Statistics of P from the whole matrix in float64, and drawn calls of them."""
 
 from __future__ import annotations
 
@@ -108,11 +104,7 @@ def _blocks(p: Tensor, dim: int, size: int) -> Iterable[Tensor]:
 def assert_right(
     run: Callable[..., Any], inputs: Inputs, wanted: Wanted, rtol: float, atol: float
 ) -> None:
-    """run: called as the public function of `arguments`, after its name.
-
-    An LSE and scores of its size, rounded to fp32, make each p relatively wrong by a share of that
-    size, and so a sum of them, and an entropy E by (1 + E) times as much.
-    """
+    """run: as the public function. An LSE rounded to fp32 makes P wrong by its size, E by 1 + E."""
     name, operands, keywords = arguments(inputs, wanted)
     finite = operands[2][operands[2].isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
