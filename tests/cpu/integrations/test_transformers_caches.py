@@ -94,7 +94,7 @@ CASES = [
 ]
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("last", [False, True], ids=["all rows", "last row"])
 @pytest.mark.parametrize(("name", "cache", "steps"), CASES)
