@@ -33,6 +33,8 @@ ORDERS = tuple(product(range(1, 6), range(1, SMS + 1)))
 Run = Callable[[tuple[int | None, ...]], float]
 
 
+# Of a table that has run in every order (bench/results/blackwell_cases.txt).
+@pytest.mark.shares(60)
 @pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.id)
 def test_draw(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
     inputs = make_inputs(draw.case, seed=draw.number)
