@@ -19,6 +19,7 @@ from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.fake_tensors import (
+    int32,
     int32_pair,
     int32_vector,
     operand,
@@ -112,8 +113,8 @@ _LENGTHS = (
     KernelOperand("mSeqUsedK", "seqused_k", lambda x, _: int32_vector(x.has_seqused_k)),
 )
 _WINDOW = (
-    KernelOperand("window_size_left", "window_left", lambda x, _: fake_tensors.window(x)[0]),
-    KernelOperand("window_size_right", "window_right", lambda x, _: fake_tensors.window(x)[1]),
+    KernelOperand("window_size_left", "window_left", lambda x, _: int32(x.has_window_left)),
+    KernelOperand("window_size_right", "window_right", lambda x, _: int32(x.has_window_right)),
 )
 _AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", _aux_tensors)
 _SOFTCAP = KernelOperand(
@@ -133,16 +134,7 @@ _STREAM = KernelOperand(STREAM, STREAM, lambda _, __: fake_tensors.stream())
 
 def _rows(is_there: bool, problem: AttentionProblem) -> Any:
     """fp32 numbers, one for each query row of a head."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    if not is_there:
-        return None
-    rank_q = _rank_q(problem)
-    strides: Any = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
-    extents = fake_tensors.extents(rank_q - 1)
-    return make_fake_tensor(cutlass.Float32, extents, strides, assumed_align=4)
+    return fake_tensors.rows("float32", _rank_q(problem) - 1) if is_there else None
 
 
 def _lists(x: AttentionProblem, _: Any) -> Any:

@@ -55,11 +55,8 @@ def order_lists(
                 cnt.zero_()
         return made
     compiled = compile_ordered_lists(full_idx is not None, Target.from_device(mask_idx.device).arch)
-    if mask_idx.get_device() == torch.cuda.current_device():
+    with torch.cuda.device(mask_idx.device):
         compiled.function(given, made.lists, *made.bits)
-    else:
-        with torch.cuda.device(mask_idx.device):
-            compiled.function(given, made.lists, *made.bits)
     return made
 
 
@@ -81,5 +78,4 @@ def _build(has_full: bool, arch: str) -> Compiled:
         return BlockLists(*mask, *(full if has_full else (None, None)))
 
     arguments = [lists(), lists(), *(fake_tensors.strided(4) for _ in range(2))]
-    kernel = OrderedLists(has_full)
-    return compile_object(kernel, [*arguments, fake_tensors.stream()], options_for(arch))
+    return compile_object(OrderedLists(), [*arguments, fake_tensors.stream()], options_for(arch))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
@@ -33,11 +32,8 @@ def launch_bounds(
     compiled = compile_column_bounds(
         indices.shape[3], cu_seqlens_k is not None, Target.from_device(indices.device).arch
     )
-    if indices.get_device() == torch.cuda.current_device():
+    with torch.cuda.device(indices.device):
         compiled.function(indices, bounds, tile_n, cu_seqlens_k)
-    else:
-        with torch.cuda.device(indices.device):
-            compiled.function(indices, bounds, tile_n, cu_seqlens_k)
 
 
 def compile_column_bounds(
@@ -53,23 +49,17 @@ def compile_column_bounds(
 
 
 def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
-    import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from flash_mask_cute.mask_prep.column_bounds_kernel import KeyBlockBounds
 
-    def int32_tensor(*shape: Any) -> Any:
-        strides = tuple(cute.sym_int64() for _ in shape)
-        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
-
-    batch, heads = cute.sym_int(), cute.sym_int()
+    batch, heads, any_strides = cute.sym_int(), cute.sym_int(), [None] * 4
     arguments = [
-        int32_tensor(batch, heads, cute.sym_int(), num_vectors),
-        int32_tensor(batch, heads, 2 * num_vectors, cute.sym_int()),
-        cutlass.Int32(0),
-        int32_tensor(cute.sym_int()) if is_packed else None,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_tensors.tensor("int32", (batch, heads, None, num_vectors), any_strides),
+        fake_tensors.tensor("int32", (batch, heads, 2 * num_vectors, None), any_strides),
+        fake_tensors.int32(),
+        fake_tensors.strided(1) if is_packed else None,
+        fake_tensors.stream(),
     ]
     return compile_object(KeyBlockBounds(num_vectors), arguments, options_for(arch))
 

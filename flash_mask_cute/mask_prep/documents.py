@@ -69,22 +69,14 @@ class DocumentTensors(NamedTuple):
         """Find the documents of non-empty indices. On a GPU it makes four launches on the current
         stream. Raises NotImplementedError: there is no kernel for the GPU."""
         if indices.is_cuda:
-            _launch(indices, causal, self)
+            arch = Target.from_device(indices.device).arch
+            compiled = compile_split(indices.shape[3], causal, arch)
+            with torch.cuda.device(indices.device):
+                compiled.function(indices, *self)
         else:
             found = _split_by_torch(indices, causal, self)
             for tensor, values in zip(self, found, strict=True):
                 tensor.copy_(values)
-
-
-def _launch(indices: Tensor, causal: bool, split: DocumentTensors) -> None:
-    """Fill a split of indices on the current stream: four launches. Raises NotImplementedError:
-    there is no kernel for the device."""
-    compiled = compile_split(indices.shape[3], causal, Target.from_device(indices.device).arch)
-    if indices.get_device() == torch.cuda.current_device():
-        compiled.function(indices, *split)
-    else:
-        with torch.cuda.device(indices.device):
-            compiled.function(indices, *split)
 
 
 def compile_split(

@@ -96,8 +96,6 @@ def compile_mask_bits(
 def _build(
     mask_mod: Callable[..., Any], problem: MaskBitsProblem, target: Target, columns: Any
 ) -> Compiled:
-    import cutlass
-
     from flash_mask_cute.mask_prep.mask_bits_documents_kernel import DocumentMaskBits
     from flash_mask_cute.mask_prep.mask_bits_kernel import KeyMaskBits, QueryMaskBits
     from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
@@ -107,24 +105,24 @@ def _build(
     band = problem.is_causal, problem.has_window_left or problem.has_window_right
     kernel: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, columns, bool(problem.aux), *band)
     arguments: list[Any] = [fake_mask_bits(tiles, has_places=form != "entries")]
+    sides = (
+        fake_tensors.int32(problem.has_window_left),
+        fake_tensors.int32(problem.has_window_right),
+    )
     mask_inputs = (
         fake_tensors.block_bits(problem.has_bits),
         fake_tensors.aux_tensors(problem.aux),
-        fake_tensors.window(problem) if any(band[1:]) else None,
+        sides if any(band[1:]) else None,
     )
     if form == "entries":
         arguments += [*fake_tensors.int32_pair(), *mask_inputs]
     elif form == "sequences":
         kernel = SequenceMaskBits(kernel, are_parts=False)
-        arguments += [
-            fake_tensors.int32_vector(True),
-            fake_tensors.int32_vector(True),
-            *mask_inputs,
-        ]
+        arguments += [*map(fake_tensors.int32_vector, (True, True)), *mask_inputs]
     else:
         kernel = DocumentMaskBits(kernel, DOCUMENT_STRIDE, BOUNDS_TILE)
         scratch = (fake_tensors.strided(rank) for rank in (4, 4, 2))
-        arguments += [fake_tensors.int32_vector(True), *scratch, *mask_inputs, cutlass.Int32(0)]
+        arguments += [fake_tensors.int32_vector(True), *scratch, *mask_inputs, fake_tensors.int32()]
     arguments += [fake_tensors.int32_pair(), fake_tensors.stream()]
     return compile_object(kernel, arguments, options_of(target))
 
@@ -132,23 +130,14 @@ def _build(
 def fake_mask_bits(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
     """Fake tensors: bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous, their
     states, and their places if sequences differ in length."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
     size = tiles.lines * tiles.words
-    outer = tuple(cute.sym_int64(divisibility=size) for _ in range(2))
-    bits = make_fake_tensor(
-        cutlass.Int32,
-        (*fake_tensors.extents(3), tiles.lines, tiles.words),
-        (*outer, size, tiles.words, 1),
-        assumed_align=fake_tensors.BASE_ALIGNMENT,
+    shape, strides = (
+        (None, None, None, tiles.lines, tiles.words),
+        (None, None, size, tiles.words, 1),
     )
-    return (
-        (bits, fake_tensors.strided(3), fake_tensors.strided(2))
-        if has_places
-        else (bits, fake_tensors.strided(3))
-    )
+    bits = fake_tensors.tensor("int32", shape, strides, fake_tensors.BASE_ALIGNMENT, step=size)
+    places = (fake_tensors.strided(2),) if has_places else ()
+    return bits, fake_tensors.strided(3), *places
 
 
 class MaskInputs(NamedTuple):

@@ -179,20 +179,18 @@ def compile_query_lists(facts: ListFacts, dtype: str, arch: str) -> Compiled:
 
 
 def _build(facts: ListFacts, dtype: str, arch: str) -> Compiled:
-    import cutlass
-
     from flash_mask_cute.mask_prep.query_lists_kernel import MakeQueryLists
 
     arguments = [
         fake_tensors.strided(4, dtype),
         *(fake_tensors.strided(rank) for rank in (3, 2, 2, 2, 2, 3, 1)),
-        *(cutlass.Int32(0) for _ in range(6)),
+        *(fake_tensors.int32() for _ in range(6)),
         fake_tensors.stream(),
         *map(
             fake_tensors.int32_vector,
             (facts.varlen_q, facts.varlen_k, facts.has_seqused_q, facts.has_seqused_k),
         ),
-        *fake_tensors.window(facts),
+        *map(fake_tensors.int32, (facts.has_window_left, facts.has_window_right)),
         fake_tensors.q_start(facts.q_start),
         fake_tensors.strided(2 if facts.varlen_q else 3, "float32") if facts.has_lse else None,
     ]

@@ -144,7 +144,9 @@ class CompileCache:
         if found is not None:
             return found
         return self._miss(
-            memory_key, name, key() if callable(key) else key, build, arch=arch, options=options
+            memory_key,
+            lambda: self._entry(name, key() if callable(key) else key, arch, options),
+            build,
         )
 
     def clear_memory(self) -> None:
@@ -172,14 +174,10 @@ class CompileCache:
     def _miss(
         self,
         memory_key: Hashable,
-        name: str,
-        key: Mapping[str, Any],
+        entry_of: Callable[[], _Entry | None],
         build: Callable[[], Compiled],
-        *,
-        arch: str,
-        options: str,
     ) -> Compiled:
-        entry = self._entry(name, key, arch, options)
+        entry = entry_of()
         deadline = time.monotonic() + self._lock_timeout_s
         while True:
             # Not held while another process compiles: other threads may go on meanwhile.

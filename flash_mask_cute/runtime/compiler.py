@@ -56,14 +56,7 @@ def by_facts(
     cache: CompileCache = CACHE,
 ) -> Compiled:
     """The kernel `name` that these facts and the target determine, from the cache or built now."""
-    return cache.get(
-        name,
-        facts._asdict,
-        lambda: build(facts, target),
-        arch=target.arch,
-        options=options_of(target),
-        token=facts,
-    )
+    return by_names(name, facts._asdict(), lambda *_: build(facts, target), target.arch, cache)
 
 
 def by_names(
