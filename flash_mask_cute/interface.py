@@ -397,8 +397,6 @@ def explain(
         formed = replaced(formed, masks=masks_of(*replaced(left, **of_score._asdict())))
     else:
         formed = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
-    if target is not None and not isinstance(target, str):
-        raise TypeError(f"target must be the name of an architecture, got {brief(target)}")
     explained = explain_fwd(formed, None if target is None else Target.named(target), code)
     if not is_torch:
         return explained

@@ -3,8 +3,7 @@
 The walk is the kernel's own: `BlockInfo`, the classification of column intervals by their smallest
 and largest values, and the block lists. Tiles that these leave out are not computed here either,
 and a mask is not applied to tiles that it is said not to cut. So a wrong walk or a wrong
-classification gives a wrong result without a GPU. A `mask_mod` is the user's own, compiled for the
-host.
+classification gives a wrong result without a GPU.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import Tensor
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.compiler import by_names, compile_object, options_for
+from flash_mask_cute.runtime.plain_tensors import outside_inference_mode
 from flash_mask_cute.runtime.target import Target
 
 KERNEL_NAME = "ordered_lists"
@@ -35,6 +36,8 @@ class OrderedTensors(NamedTuple):
         return OrderedTensors((cnt, idx, *full), (visible, torch.empty_like(visible)))
 
 
+# what is made of the result may be kept with it
+@outside_inference_mode
 def order_lists(
     mask_cnt: Tensor, mask_idx: Tensor, full_cnt: Tensor | None, full_idx: Tensor | None
 ) -> OrderedTensors:
@@ -43,10 +46,6 @@ def order_lists(
     It takes int32 tensors on a GPU, of the shapes of `BlockSparseTensorsTorch`. Entries may have
     any order. One launch on the current stream reads them as they are when it runs, and a replayed
     CUDA graph reads them again. Raises NotImplementedError: there is no kernel for the device."""
-    if torch.is_inference_mode_enabled():
-        # what is made of the result may be kept with it
-        with torch.inference_mode(False):
-            return order_lists(mask_cnt, mask_idx, full_cnt, full_idx)
     given = mask_cnt, mask_idx, full_cnt, full_idx
     made = OrderedTensors.empty_like(mask_idx, full_idx is not None)
     if mask_idx.numel() == 0:
@@ -61,12 +60,8 @@ def order_lists(
 
 
 def compile_ordered_lists(has_full: bool, arch: str) -> Compiled:
-    """The compiled kernel, from the cache or built now.
-
-    `function` takes, by position: the lists that are given and those to be made, four tensors each
-    (the last two None unless has_full), the visible and the full bits. Extents and strides are
-    run-time values.
-    """
+    """The compiled kernel. `function` takes, by position: the lists that are given and those to be
+    made, four tensors each (the last two None unless has_full), the visible and the full bits."""
     return by_names(KERNEL_NAME, {"has_full": has_full}, _build, arch)
 
 

@@ -1,8 +1,8 @@
 """Block lists of any order as kernels read them: with ascending entries, and as bits.
 
-A warp takes a list. It marks the states of the blocks in memory, where the new entries will be, and
-turns 32 states at a time into entries and into a word of bits. A vote gives each lane the place of
-its block, so nothing is sorted.
+A warp marks the states of a list's blocks where the new entries will be, and turns 32 states at a
+time into entries and into a word of bits. A vote gives each lane the place of its block, so nothing
+is sorted.
 """
 
 from typing import NamedTuple

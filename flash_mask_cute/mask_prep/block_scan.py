@@ -54,10 +54,9 @@ def compile_scan(
     """The compiled scan, from the cache or built now.
 
     `function` takes, by position: (mask_cnt, mask_idx, full_cnt, full_idx), (block_q, block_k,
-    seqlen_q, seqlen_k), the tuple of aux tensors or None. On the CPU it also takes a record or
-    None, as described in `HostFunction`; its `reads` are in `meta`. Raises TypeError: `mask_mod`
-    reaches a value that has no identity (see `callable_key`); NotImplementedError: on the CPU, if
-    `mask_mod` uses a GPU-only instruction."""
+    seqlen_q, seqlen_k), the tuple of aux tensors or None; on the CPU also a record or None, as
+    `HostFunction`, whose `reads` are in `meta`. Raises TypeError: as `callable_key`;
+    NotImplementedError: on the CPU, if `mask_mod` uses a GPU-only instruction."""
     identity = callable_key(mask_mod)
     return cache.get(
         "block_scan",

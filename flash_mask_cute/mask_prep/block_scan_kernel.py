@@ -1,9 +1,8 @@
 """Block lists of a `mask_mod`: the blocks of the score matrix with visible or hidden scores.
 
 Two kernels. In the first one, each warp examines one block of the matrix, and writes its state
-where the block's entry of a list may come to lie later. In the second one, a warp turns the states
-of a list into its entries, 32 at a time: a vote gives each lane the place of its block. So lists
-are ascending without a sort. The same rules run on the host, block by block, for CPU tensors.
+where its entry of a list may be later. In the second one, a warp turns the states of a list into
+entries (`write_lists`). The same rules run on the host, block by block, for CPU tensors.
 """
 
 from collections.abc import Callable

@@ -20,15 +20,15 @@ def num_key_blocks(seqlen_k: int, tile_n: int, cu_seqlens_k: Tensor | None) -> i
     return seqlen_k // tile_n + cu_seqlens_k.shape[0] - 1
 
 
-def launch_bounds(
-    indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Tensor | None
-) -> None:
-    """Fill `bounds`, which is not empty, on the current stream: one launch.
+def fill_bounds(indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Tensor | None) -> None:
+    """Fill `bounds`, which is not empty; on a GPU by one launch on the current stream.
 
-    Args: indices: int32 (batch, heads, seqlen_k, n), any strides, on a GPU. bounds: int32 (batch,
-    heads, 2 * n, num_blocks) as `ColumnMask.bounds` describes it. tile_n: keys of a block.
-    cu_seqlens_k: int32 (num_sequences + 1,), for a packed batch. Raises NotImplementedError: there
-    is no kernel for the device."""
+    indices: int32 (batch, heads, seqlen_k, n), any strides. bounds: int32 (batch, heads, 2 * n,
+    num_blocks), contents as `ColumnMask.bounds`. cu_seqlens_k: of a packed batch. Raises
+    NotImplementedError: there is no kernel for the device."""
+    if not indices.is_cuda:
+        bounds.copy_(bounds_by_torch(indices, tile_n, cu_seqlens_k, bounds.shape[3]))
+        return
     compiled = compile_column_bounds(
         indices.shape[3], cu_seqlens_k is not None, Target.from_device(indices.device).arch
     )
@@ -39,11 +39,8 @@ def launch_bounds(
 def compile_column_bounds(
     num_vectors: int, is_packed: bool, arch: str, cache: CompileCache = CACHE
 ) -> Compiled:
-    """The compiled kernel, from the cache or built now.
-
-    `function` takes, by position: indices, bounds, tile_n, cu_seqlens_k; None for the last one
-    unless is_packed. Extents, strides and tile_n are run-time values.
-    """
+    """The compiled kernel, whose `function` takes by position what `fill_bounds` has; None for
+    cu_seqlens_k unless is_packed."""
     facts = {"num_vectors": num_vectors, "is_packed": is_packed}
     return by_names(KERNEL_NAME, facts, _build, arch, cache)
 

@@ -1,8 +1,5 @@
-"""Documents of a mask (tokens that see only each other) as sequences of a packed batch.
-
-Tiles of a packed batch begin where documents begin. With the mask of a whole sequence documents
-begin anywhere, and a tile that two documents share visits the keys of both.
-"""
+"""Documents of a mask (tokens that see only each other) as sequences of a packed batch, whose tiles
+begin where documents begin."""
 
 from __future__ import annotations
 
@@ -82,8 +79,8 @@ class DocumentTensors(NamedTuple):
 def compile_split(
     num_vectors: int, causal: bool, arch: str, cache: CompileCache = CACHE
 ) -> Compiled:
-    """The compiled kernels, from the cache or built now; extents and strides are run-time values.
-    `function` takes, by position: indices, and the tensors of a `DocumentTensors`."""
+    """The compiled kernels. `function` takes, by position: indices, and the tensors of a
+    `DocumentTensors`."""
     facts = {"num_vectors": num_vectors, "causal": causal}
     return by_names(KERNEL_NAME, facts, _build, arch, cache)
 
@@ -104,10 +101,10 @@ def _split_by_torch(given: Tensor, causal: bool, like: DocumentTensors) -> Docum
     intervals = Intervals(num_vectors, causal)
     slots, device = max_documents(seqlen), indices.device
     values = [x.long() for x in indices.unbind(2)]
-    first, last = (_full(x, values[0]) for x in intervals.seen_span(values, values, seqlen))
+    first, last = (filled(x, values[0]) for x in intervals.seen_span(values, values, seqlen))
     smallest, largest = (list(bounds[:, 0, i::2].long().unbind(1)) for i in (0, 1))
     block_first, block_last = (
-        _full(x, smallest[0]) for x in intervals.seen_span(largest, smallest, seqlen)
+        filled(x, smallest[0]) for x in intervals.seen_span(largest, smallest, seqlen)
     )
     # what blocks before and after each slot say
     blocks_of_slot = DOCUMENT_STRIDE // BOUNDS_TILE
@@ -144,5 +141,6 @@ def _split_by_torch(given: Tensor, causal: bool, like: DocumentTensors) -> Docum
     return DocumentTensors(bounds, begins, cu_seqlens, packed, packed_bounds)
 
 
-def _full(value: Tensor | int, like: Tensor) -> Tensor:
+def filled(value: Tensor | int, like: Tensor) -> Tensor:
+    """A tensor of a number; a tensor as it is."""
     return value if isinstance(value, Tensor) else torch.full_like(like, value)

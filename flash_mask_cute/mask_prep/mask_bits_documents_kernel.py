@@ -1,14 +1,9 @@
 """Mask bits by documents: runs of tokens that see only each other.
 
-Documents share tiles of the whole score matrix, and such tiles are visited for both documents. A
-kernel that evaluates all pairs beforehand (`mask_bits_kernel.py`) can find where documents begin.
-Attention may then take them as sequences of a packed batch, whose tiles begin with the documents
-(docs/masks.md).
-
-First, the first and the last visible key of each query are found. `DocumentSplit` needs the same
-for the queries that see a key. Queries and keys are exchanged here, which makes no difference for
-documents. Then the callable is evaluated for the tiles inside the documents
-(`mask_bits_varlen_kernel.py`).
+First, the first and the last visible key of each query are found, and from them the documents.
+`DocumentSplit` takes queries that see a key: queries and keys are exchanged here, which makes no
+difference for documents. Then the callable is evaluated for the tiles inside the documents
+(`mask_bits_varlen_kernel.py`), which attention takes as sequences of a packed batch.
 """
 
 import cutlass

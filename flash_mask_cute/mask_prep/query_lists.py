@@ -125,11 +125,8 @@ class QueryListMaker:
         self._functions: dict[torch.dtype, Any] = {}
 
     def __call__(self, by_entry: Tensor, lengths: ListLengths) -> MadeLists:
-        """The lists of by_entry (batch | 1, heads, rows, k), int32 or int64.
-
-        On a GPU five launches on the current stream read everything when they run; a replayed CUDA
-        graph reads it again.
-        """
+        """The lists of by_entry (batch | 1, heads, rows, k), int32 or int64. On a GPU five launches
+        on the current stream read everything when they run."""
         facts, extents = self._facts, self._extents
         if self._arch is None:
             return lists_by_torch(by_entry, facts, extents, lengths)
@@ -167,7 +164,7 @@ def fill_lists(
 
 
 def compile_query_lists(facts: ListFacts, dtype: str, arch: str) -> Compiled:
-    """The compiled kernels, from the cache or built now; see `fill_lists`. dtype: of entries."""
+    """The compiled kernels, which `fill_lists` runs. dtype: of entries."""
     return CACHE.get(
         KERNEL_NAME,
         lambda: asdict(facts) | {"dtype": dtype},

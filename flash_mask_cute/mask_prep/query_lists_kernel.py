@@ -1,13 +1,12 @@
 """Query lists of a selection: count, add up, weigh, cut into items, fill.
 
-A CTA has the queries of a chunk, and bits of them in shared memory: for each key block a bit for
-each query that chose it. They do not depend on the order of entries, nor on repetitions. Queries
-are counted chunk by chunk. From the sums of these counts, each chunk knows the places of its
-queries, which it sorts by blocks before it stores them, so that neighbours leave together. No place
-depends on who comes first, so lists are ascending and the same in every run.
+A CTA has the queries of a chunk, and in shared memory a bit for each key block and query that chose
+it. Queries are counted chunk by chunk. From the sums of these counts, each chunk knows the places
+of its queries, which it sorts by blocks before it stores them, so that neighbours leave together.
+So lists are ascending and the same in every run.
 
 A query is in the list of a block only if causal masking, the window and the lengths in use let it
-see some key of the block. So whoever is in a list sees something.
+see some key of the block.
 """
 
 import operator

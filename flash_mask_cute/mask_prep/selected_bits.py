@@ -64,8 +64,8 @@ def selected_bits(
     by_entry: int32 or int64 (batch | 1, heads, rows, k), any strides. num_blocks: of the longest
     sequence; larger and negative numbers are in no bit. cu_seqlens_q: where the rows of all
     sequences are in one entry. On a GPU one launch on the current stream, which must be a stream of
-    that GPU, reads all of them when it runs; a replayed CUDA graph reads them again. Raises
-    NotImplementedError: there is no kernel for the device."""
+    that GPU, reads all of them when it runs. Raises NotImplementedError: as `Target.from_device`.
+    """
     made = empty_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
     if made.of_any.numel() == 0:
         return made
@@ -93,10 +93,10 @@ def empty_bits(
 
 
 def compile_selected_bits(dtype: str, is_packed: bool, arch: str) -> Compiled:
-    """The compiled kernel, from the cache or built now. dtype: of the entries.
+    """The compiled kernel. dtype: of the entries.
 
     `function` takes, by position: the entries, the three tensors of `SelectionBits`, tile_m, pack,
-    and cu_seqlens_q, None unless is_packed. Extents and strides are run-time values.
+    and cu_seqlens_q, None unless is_packed.
     """
     facts = {"dtype": dtype, "is_packed": is_packed}
     return by_names(KERNEL_NAME, facts, _build, arch)

@@ -2,8 +2,7 @@
 lists of the blocks of tiles.
 
 A warp that makes bits has the queries of a tile, and a word of 32 neighbouring blocks for each
-lane. Its lanes read the entries of a few queries at a time and set bits in shared memory, so
-neither the order of entries nor repetitions matter, and the result is the same in every run.
+lane. Its lanes set the bits of a few queries at a time in shared memory.
 """
 
 import operator

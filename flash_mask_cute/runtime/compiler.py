@@ -80,9 +80,8 @@ def by_names(
 
 
 def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:
-    """Compile a kernel object now, for stand-ins of its arguments.
+    """Compile a kernel object now, for stand-ins of its arguments. The function is to be exported.
 
-    The function only serves for export; it can be called after a `CompileCache` has loaded it.
     `meta` contains, besides the given entries: registers, spill_bytes (stores and loads; either is
     None if ptxas reported nothing), and warnings, the remarks of ptxas about lost performance.
     """
@@ -121,11 +120,8 @@ class _OwnStreams:
 def compiler_streams(stderr: io.StringIO | None = None) -> Iterator[None]:
     """Give the compiler a `sys` of its own in the context, under `compile_lock()`.
 
-    The compiler replaces sys.stdout and sys.stderr by buffers while it runs its passes. Lines that
-    other threads print meanwhile would be late, or lost if the compilation fails, and a child
-    forked meanwhile would print into the buffers.
-
-    stderr: gets what the compiler writes to sys.stderr, such as the remarks of ptxas.
+    The compiler replaces sys.stdout and sys.stderr by buffers while it runs its passes, where lines
+    of other threads and of forked children would go. stderr: gets what it writes to sys.stderr.
     """
     from cutlass.base_dsl import compiler, dsl
 
