@@ -7,7 +7,6 @@ scan is compiled for the host; after a second it prints its progress on the term
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Sequence
@@ -214,24 +213,16 @@ def run_scan(
     compiled = compile_scan(mask_mod, problem)
     arguments = lists[:4], (*lists.block_size, *seqlens), aux or None
     if problem.arch == HOST:
-        with _tells_lists_done(mask_mod, lists.mask_block_cnt):
-            _run_on_host(mask_mod, problem, compiled, arguments, lists.mask_block_cnt.shape[:2])
+        # a scan writes the count of a list when it is done
+        cnt = lists.mask_block_cnt.fill_(-1)
+        what = f"block lists of {getattr(mask_mod, '__name__', type(mask_mod).__name__)}"
+        with tells_progress(what, lambda: int((cnt >= 0).count_nonzero()), cnt.numel()):
+            _run_on_host(mask_mod, problem, compiled, arguments, cnt.shape[:2])
     elif lists.mask_block_cnt.is_cuda:
         with torch.cuda.device(lists.mask_block_cnt.device):
             compiled.function(*arguments)
     else:
         compiled.function(*arguments)
-
-
-def _tells_lists_done(
-    mask_mod: Callable[..., Any], cnt: Tensor
-) -> contextlib.AbstractContextManager[None]:
-    """The `tells_progress` callback of a CPU scan: writes the count of a list when it is done."""
-    cnt.fill_(-1)
-    name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
-    return tells_progress(
-        f"block lists of {name}", lambda: int((cnt >= 0).count_nonzero()), cnt.numel()
-    )
 
 
 def _run_on_host(

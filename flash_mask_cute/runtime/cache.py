@@ -105,33 +105,25 @@ class CompileCache:
     def get(
         self,
         name: str,
-        key: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        key: Callable[[], Mapping[str, Any]],
         build: Callable[[], Compiled],
         *,
         arch: str,
         options: str,
-        token: Hashable | None = None,
+        token: Hashable,
     ) -> Compiled:
         """Return the kernel of `key`: from memory, else from disk, else from `build()`.
 
-        name: letters, digits, - and _, which file names begin with. key: everything that changes
-        the generated code, as JSON can express it, or a function that makes it. build: runs under
+        name: letters, digits, - and _, which file names begin with. key: makes a mapping of
+        everything that changes the generated code; called on a miss. build: runs under
         `compile_lock()`, at most once per key among all processes that share the directory; its
-        exceptions reach the caller. options: of the compiler. token: a hashable equivalent of
-        `key`. With it a hit costs one look-up, and without it the key is written as JSON each time.
-        Raises TypeError, ValueError: `key` holds something that JSON cannot express."""
-        if token is None:
-            key = key() if callable(key) else key
-            token = _canonical(key)
+        exceptions reach the caller. options: of the compiler. token: a hashable equivalent of the
+        key. Raises TypeError, ValueError: the key has something that JSON cannot express."""
         memory_key = (name, arch, options, token)
         found = self._memory.get(memory_key)
         if found is not None:
             return found
-        return self._miss(
-            memory_key,
-            lambda: self._entry(name, key() if callable(key) else key, arch, options),
-            build,
-        )
+        return self._miss(memory_key, lambda: self._entry(name, key(), arch, options), build)
 
     def clear_memory(self) -> None:
         """Forget the kernels of this process; the entries on disk stay."""

@@ -51,8 +51,3 @@ class Recent(dict[K, V]):
     def clear(self) -> None:
         super().clear()
         self._older, self._weight = {}, 0
-
-    @property
-    def held(self) -> int:
-        """The number of entries, newer and older."""
-        return len(self.keys() | self._older.keys())
