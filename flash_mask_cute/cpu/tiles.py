@@ -241,12 +241,9 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
     )
     of = x.lengths
     bounds = None if column_mask is None else column_mask.bounds(tile_n, of.cu_seqlens_k)
-    lengths = [
-        None if y is None else y.tolist()
-        for y in (of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k)
-    ]
-    causal_per_seq = (
-        None if x.optional.causal_per_seq is None else x.optional.causal_per_seq.tolist()
+    by_entry = of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k
+    *lengths, causal_per_seq = (
+        None if y is None else y.tolist() for y in (*by_entry, x.optional.causal_per_seq)
     )
     lists_and_mod = None
     if masks.block_lists is not None or masks.mask_mod is not None:

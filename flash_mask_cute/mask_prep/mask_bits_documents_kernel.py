@@ -49,8 +49,7 @@ class DocumentMaskBits:
     ):
         """Launch on `stream`. Documents are found with the first chunk.
 
-        :param mask_bit_tensors, block_bits, aux_tensors, window: see
-            `SequenceMaskBits`
+        :param mask_bit_tensors, block_bits, aux_tensors, window: see `SequenceMaskBits`
         :param tiles: the most tiles that the documents of an entry may have
         :param query_chunk: see `MaskBitsArgs`; mask_bit_tensors has room for it and for the rest of
             a block's tiles
@@ -77,8 +76,7 @@ class KeySpans:
     key, 0 if there is none, and the first key, seqlen if there is none. Keys outside causal masking
     and window are hidden, regardless of the callable.
 
-    A tile inside the known spans of its queries would give no new information. So the outermost
-    keys are evaluated first. If there are no documents, most other tiles never are.
+    A tile inside the known spans of its queries is not evaluated. So the outermost keys are first.
     """
 
     NUM_VECTORS = 2

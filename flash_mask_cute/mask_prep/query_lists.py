@@ -114,28 +114,23 @@ class ListLengths(NamedTuple):
     lse: Tensor | None = None
 
 
-class QueryListMaker:
+class QueryListMaker(NamedTuple):
     """Makes the lists of a selection, for calls with the same facts and extents. arch: of the GPU
     whose tensors it gets; None: they are on the CPU."""
 
-    __slots__ = ("_arch", "_extents", "_facts", "_functions")
-
-    def __init__(self, facts: ListFacts, extents: ListExtents, arch: str | None) -> None:
-        self._facts, self._extents, self._arch = facts, extents, arch
-        self._functions: dict[torch.dtype, Any] = {}
+    facts: ListFacts
+    extents: ListExtents
+    arch: str | None
 
     def __call__(self, by_entry: Tensor, lengths: ListLengths) -> MadeLists:
         """The lists of by_entry (batch | 1, heads, rows, k), int32 or int64. On a GPU five launches
         on the current stream read everything when they run."""
-        facts, extents = self._facts, self._extents
-        if self._arch is None:
+        facts, extents, arch = self
+        if arch is None:
             return lists_by_torch(by_entry, facts, extents, lengths)
-        dtype = by_entry.dtype
-        if dtype not in self._functions:
-            compiled = compile_query_lists(facts, dtype_name(dtype), self._arch)
-            self._functions[dtype] = compiled.function
+        function = compile_query_lists(facts, dtype_name(by_entry.dtype), arch).function
         made = empty_lists(by_entry, facts, extents)
-        fill_lists(self._functions[dtype], by_entry, made, facts, extents, lengths)
+        fill_lists(function, by_entry, made, facts, extents, lengths)
         return made
 
 

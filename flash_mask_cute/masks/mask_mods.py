@@ -55,9 +55,8 @@ def mask_of_rows(rows: Rows, seqlens: tuple[int, int], agrees: Tensor | None = N
 
 
 def _are_apart(rows: Rows, is_empty: Tensor, seqlen: int) -> Tensor:
-    """Whether there are documents, whatever the function says of them: a token from which on
-    queries see no key before it, nor queries before it a key from it on, and keys of both sides are
-    seen."""
+    """Whether there are documents: a token from which on queries see no key before it, nor queries
+    before it a key from it on, and keys of both sides are seen."""
     seen_before = rows.high.where(~is_empty, 0).cummax(-1).values[..., :-1]
     seen_behind = rows.low.where(~is_empty, seqlen).flip(-1).cummin(-1).values.flip(-1)[..., 1:]
     begin = torch.arange(1, seqlen, device=rows.low.device)

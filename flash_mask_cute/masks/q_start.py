@@ -123,11 +123,7 @@ def split_q_start(q_start: QStartArgument) -> tuple[Tensor | None, QStart]:
 
 
 def check_position(position: Any, where: str) -> None:
-    """Refuse what is no position. where: in what it was given.
-
-    Raises:
-        ValueError: it is too far from 0.
-    """
+    """Raise ValueError for a position too far from 0. where: in what it was given."""
     if not -MAX_POSITION < position < MAX_POSITION:
         raise ValueError(
             f"q_start must be above {-MAX_POSITION} and below {MAX_POSITION} {where}, got "
