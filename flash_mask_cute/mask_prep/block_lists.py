@@ -9,11 +9,10 @@ from torch import Tensor
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
-from flash_mask_cute.runtime.compiler import by_names, compile_object, options_for
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
 from flash_mask_cute.runtime.plain_tensors import outside_inference_mode
 from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAME = "ordered_lists"
 WORD = 32
 
 
@@ -59,13 +58,10 @@ def order_lists(
     return made
 
 
+@cached_kernel("ordered_lists")
 def compile_ordered_lists(has_full: bool, arch: str) -> Compiled:
-    """The compiled kernel. `function` takes, by position: the lists that are given and those to be
-    made, four tensors each (the last two None unless has_full), the visible and the full bits."""
-    return by_names(KERNEL_NAME, {"has_full": has_full}, _build, arch)
-
-
-def _build(has_full: bool, arch: str) -> Compiled:
+    """The kernel. `function` takes, by position: the lists that are given and those to be made,
+    four tensors each (the last two None unless has_full), the visible and the full bits."""
     from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists, OrderedLists
 
     def lists() -> BlockLists:

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
-
-KERNEL_NAME = "column_bounds"
 
 
 def num_key_blocks(seqlen_k: int, tile_n: int, cu_seqlens_k: Tensor | None) -> int:
@@ -36,16 +34,10 @@ def fill_bounds(indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Tens
         compiled.function(indices, bounds, tile_n, cu_seqlens_k)
 
 
-def compile_column_bounds(
-    num_vectors: int, is_packed: bool, arch: str, cache: CompileCache = CACHE
-) -> Compiled:
-    """The compiled kernel, whose `function` takes by position what `fill_bounds` has; None for
-    cu_seqlens_k unless is_packed."""
-    facts = {"num_vectors": num_vectors, "is_packed": is_packed}
-    return by_names(KERNEL_NAME, facts, _build, arch, cache)
-
-
-def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
+@cached_kernel("column_bounds")
+def compile_column_bounds(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
+    """The kernel, whose `function` takes by position what `fill_bounds` has; None for cu_seqlens_k
+    unless is_packed."""
     import cutlass.cute as cute
 
     from flash_mask_cute.mask_prep.column_bounds_kernel import KeyBlockBounds

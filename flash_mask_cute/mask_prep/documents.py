@@ -12,11 +12,10 @@ from torch import Tensor
 from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAME = "document_split"
 # at most one document may start in so many tokens; later starts are merged into it
 DOCUMENT_STRIDE = 512
 # keys of the blocks that show a slot the bounds of others, as of tiles of most attention kernels
@@ -76,16 +75,10 @@ class DocumentTensors(NamedTuple):
                 tensor.copy_(values)
 
 
-def compile_split(
-    num_vectors: int, causal: bool, arch: str, cache: CompileCache = CACHE
-) -> Compiled:
-    """The compiled kernels. `function` takes, by position: indices, and the tensors of a
+@cached_kernel("document_split")
+def compile_split(num_vectors: int, causal: bool, arch: str) -> Compiled:
+    """The kernels. `function` takes, by position: indices, and the tensors of a
     `DocumentTensors`."""
-    facts = {"num_vectors": num_vectors, "causal": causal}
-    return by_names(KERNEL_NAME, facts, _build, arch, cache)
-
-
-def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
     from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
 
     kernels = DocumentSplit(num_vectors, causal, DOCUMENT_STRIDE, BOUNDS_TILE)

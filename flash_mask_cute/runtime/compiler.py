@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import io
 import re
 import sys
@@ -56,27 +58,38 @@ def by_facts(
     cache: CompileCache = CACHE,
 ) -> Compiled:
     """The kernel `name` that these facts and the target determine, from the cache or built now."""
-    return by_names(name, facts._asdict(), lambda *_: build(facts, target), target.arch, cache)
-
-
-def by_names(
-    name: str,
-    facts: dict[str, Any],
-    build: Callable[..., Compiled],
-    arch: str,
-    cache: CompileCache = CACHE,
-) -> Compiled:
-    """The kernel `name` that these facts and an architecture determine, from the cache or built now
-    by `build(*facts, arch)`."""
-    values = tuple(facts.values())
     return cache.get(
         name,
-        lambda: facts,
-        lambda: build(*values, arch),
-        arch=arch,
-        options=options_for(arch),
-        token=values,
+        facts._asdict,
+        lambda: build(facts, target),
+        arch=target.arch,
+        options=options_of(target),
+        token=facts,
     )
+
+
+def cached_kernel(name: str) -> Callable[[Callable[..., Compiled]], Callable[..., Compiled]]:
+    """Decorator of a function that builds the kernel `name` from facts and, as its last argument,
+    an architecture. It then takes the kernel from the cache, or builds it."""
+
+    def decorate(build: Callable[..., Compiled]) -> Callable[..., Compiled]:
+        *names, _ = inspect.signature(build).parameters
+
+        @functools.wraps(build)
+        def find(*arguments: Any, cache: CompileCache = CACHE) -> Compiled:
+            *facts, arch = arguments
+            return cache.get(
+                name,
+                lambda: dict(zip(names, facts, strict=True)),
+                lambda: build(*arguments),
+                arch=arch,
+                options=options_for(arch),
+                token=tuple(facts),
+            )
+
+        return find
+
+    return decorate
 
 
 def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:
