@@ -16,6 +16,7 @@ from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
 from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
 KERNEL_NAME = "query_lists"
 # as in the device code, which a host that has no compiler cannot import
@@ -230,20 +231,13 @@ def lists_by_torch(
 
 def _band_of(b: int, facts: ListFacts, extents: ListExtents, x: ListLengths) -> tuple[Band, int]:
     """The band of a sequence, and where its queries start in a line of the selection."""
-    offset_q, seqlen_q, seqlen_k = 0, extents.rows, extents.keys
-    if x.cu_seqlens_q is not None:
-        offset_q = int(x.cu_seqlens_q[b])
-        seqlen_q = int(x.cu_seqlens_q[b + 1]) - offset_q
-    if x.cu_seqlens_k is not None:
-        seqlen_k = int(x.cu_seqlens_k[b + 1]) - int(x.cu_seqlens_k[b])
-    if x.seqused_q is not None:
-        seqlen_q = min(int(x.seqused_q[b]), seqlen_q)
-    if x.seqused_k is not None:
-        seqlen_k = int(x.seqused_k[b])
+    of_slot = extents.rows, extents.keys, x.cu_seqlens_q, x.cu_seqlens_k
+    used = SeqlenInfoQK.create(b, *of_slot, x.seqused_q, x.seqused_k)
+    seqlen_q = min(used.seqlen_q, SeqlenInfoQK.create(b, *of_slot).seqlen_q)
     start = x.q_start
     if isinstance(start, Tensor):
         start = int(start[b])
     elif start == AT_END:
         start = None
     right = 0 if facts.is_causal else x.window_right
-    return Band(seqlen_q, seqlen_k, x.window_left, right, start), offset_q
+    return Band(seqlen_q, used.seqlen_k, x.window_left, right, start), used.offset_q
