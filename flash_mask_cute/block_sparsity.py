@@ -501,9 +501,10 @@ def retile_lists(
     Nothing is kept for tensors created in inference mode, because their changes cannot be seen. The
     capture of a CUDA graph retiles the lists, and every replay does so again. torch does not notice
     writes by a replayed graph, through `.data`, or by a collective. Later calls on other streams do
-    not wait for the first call, which computes the result.
+    not wait for the first call, which computes the result. Raises ValueError: no block_size.
     """
-    assert lists.block_size is not None
+    if lists.block_size is None:
+        raise ValueError("lists must have a block_size, got None")
     block_q, block_k = lists.block_size
     if block_q % tile_m == 0 and block_k % tile_n == 0:
         return RetiledLists(lists, None)
