@@ -218,11 +218,9 @@ def run_scan(
         what = f"block lists of {getattr(mask_mod, '__name__', type(mask_mod).__name__)}"
         with tells_progress(what, lambda: int((cnt >= 0).count_nonzero()), cnt.numel()):
             _run_on_host(mask_mod, problem, compiled, arguments, cnt.shape[:2])
-    elif lists.mask_block_cnt.is_cuda:
-        with torch.cuda.device(lists.mask_block_cnt.device):
-            compiled.function(*arguments)
     else:
-        compiled.function(*arguments)
+        with torch.cuda.device_of(lists.mask_block_cnt):
+            compiled.function(*arguments)
 
 
 def _run_on_host(

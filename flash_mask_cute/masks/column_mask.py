@@ -368,14 +368,10 @@ class ColumnMask:
             tile_n + num_sequences` entries in all; unused entries hold anything.
 
         The tensor is kept: the next call with the same tile_n (and the same cu_seqlens_k) returns
-        it again, after one comparison on the host. If torch has recorded an in-place change of
-        startend_row_indices or cu_seqlens_k since, the values are computed again first. They are
-        always computed again if one of the two was made in inference mode, because torch records
-        none of its changes. Other changes that torch does not record (through `.data` or numpy, by
-        a collective of torch.distributed, in a replayed graph) need `refresh()`.
-
-        Everything runs on the current stream without waiting, in one launch. A call captured into a
-        CUDA graph captures the launch only if the bounds do not exist yet.
+        it again. If torch has recorded an in-place change of startend_row_indices or cu_seqlens_k
+        since, the values are computed again first. Changes that torch does not record (through
+        `.data` or numpy, by a collective of torch.distributed, in a replayed graph) need
+        `refresh()`. Everything runs on the current stream without waiting, in one launch.
 
         Raises:
             TypeError, ValueError: an argument is unusable, such as a tensor subclass.
