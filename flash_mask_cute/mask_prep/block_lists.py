@@ -53,7 +53,7 @@ def order_lists(
                 cnt.zero_()
         return made
     compiled = compile_ordered_lists(full_idx is not None, Target.from_device(mask_idx.device).arch)
-    with torch.cuda.device(mask_idx.device):
+    with torch.cuda.device_of(mask_idx):
         compiled.function(given, made.lists, *made.bits)
     return made
 

@@ -30,7 +30,7 @@ def fill_bounds(indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Tens
     compiled = compile_column_bounds(
         indices.shape[3], cu_seqlens_k is not None, Target.from_device(indices.device).arch
     )
-    with torch.cuda.device(indices.device):
+    with torch.cuda.device_of(indices):
         compiled.function(indices, bounds, tile_n, cu_seqlens_k)
 
 

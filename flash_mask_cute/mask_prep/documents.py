@@ -67,7 +67,7 @@ class DocumentTensors(NamedTuple):
         if indices.is_cuda:
             arch = Target.from_device(indices.device).arch
             compiled = compile_split(indices.shape[3], causal, arch)
-            with torch.cuda.device(indices.device):
+            with torch.cuda.device_of(indices):
                 compiled.function(indices, *self)
         else:
             found = _split_by_torch(indices, causal, self)
