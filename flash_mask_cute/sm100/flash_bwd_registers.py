@@ -19,11 +19,6 @@ class Registers(NamedTuple):
     reduce: int
 
     @property
-    def holds_dq(self) -> bool:
-        """Whether dQ of a block leaves TMEM at once (see `BwdTraits.held_parts`)."""
-        return self.reduce > MOST_HELD
-
-    @property
     def of_helpers(self) -> int:
         """Registers of a thread that loads, multiplies, schedules or sends."""
         taken = HALVES * self.compute + self.reduce + MASK_REGISTERS
