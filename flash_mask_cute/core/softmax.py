@@ -203,9 +203,10 @@ class OnlineSoftmax:
 
     row_max: the maximum in use (-inf while a row has seen nothing). row_limit: scores above it make
     row_max too old. row_bias: the addend that turns score * scale_log2 into the exponent. row_sum,
-    row_largest: of this thread; the latter may exceed row_max; None: not wanted. factor: turns what
-    the softmax gets into scores in natural units, if these may have any magnitude; None: it gets
-    scaled products. rows_alone: the bits of a row do not depend on the other rows of its warp.
+    row_largest: of this thread's scores. row_largest may exceed row_max; None: it is not wanted.
+    factor: turns what the softmax gets into scores in natural units, if these may have any
+    magnitude; None: it gets scaled products. rows_alone: the bits of a row do not depend on the
+    other rows of its warp.
     """
 
     scale_log2: Float32
