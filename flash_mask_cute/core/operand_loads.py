@@ -507,6 +507,6 @@ class OperandLoads:
                     place = 2 * box, 0, None
                     smem = cute.local_tile(smem, (shape.spread_rows, shape.tile_d), place)
                     stage = channel.index(number)
-                tile, barrier = (shape.row_tile, shape.tile_d), channel.barrier(number)
-                src, dst = tma.tile_of(self.operands.q_atom, gQ, first, tile, smem)
+                size, barrier = (shape.row_tile, shape.tile_d), channel.barrier(number)
+                src, dst = tma.tile_of(self.operands.q_atom, gQ, first, size, smem)
                 cute.copy(self.operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)
