@@ -26,6 +26,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.tensor import _Tensor
 
 from flash_mask_cute.mods.errors import ModMistake
+from flash_mask_cute.mods.ir_analysis import key_of, maker_of
 
 # Of the record that checked reads fill: 1 once an index was outside, number of the tensor,
 # dimension, index, extent, batch entry, head, query, key. Int64.
@@ -431,9 +432,9 @@ class _AuxTensor(_Tensor):
         last = Int32(cute.size(self, mode=[dimension])) - 1
         number = index if isinstance(index, cutlass.Numeric) else Int32(index)
         limited = cutlass.min(number, type(number)(last))
-        self.limited[ir.Value.__hash__(limited.ir_value())] = self._place_of(index)
+        self.limited[key_of(limited.ir_value())] = self._place_of(index)
         if _limits is not None:
-            _limits[ir.Value.__hash__(limited.ir_value())] = number.ir_value()
+            _limits[key_of(limited.ir_value())] = number.ir_value()
         return limited
 
     def _answer(self, indices: tuple[Any, ...]) -> cutlass.Numeric | None:
@@ -459,7 +460,7 @@ class _AuxTensor(_Tensor):
             return index
         if not isinstance(index, cutlass.Numeric):
             return None
-        hashed = ir.Value.__hash__(index.ir_value())
+        hashed = key_of(index.ir_value())
         if hashed in self.limited:
             return self.limited[hashed]
         places = zip(ReadAxis, self.place, strict=False)
@@ -489,12 +490,10 @@ def _is_of(number: Any, vector: cute.TensorSSA) -> bool:
     """Whether a number was extracted from a vector."""
     if not isinstance(number, cutlass.Numeric):
         return False
-    value = number.ir_value()
-    maker = value.owner.operation if isinstance(value.owner, ir.OpView | ir.Operation) else None
+    maker = maker_of(number.ir_value())
     if maker is None or maker.name != "vector.extract":
         return False
-    # `==` of the DSL's values would trace a comparison
-    return ir.Value.__hash__(maker.operands[0]) == ir.Value.__hash__(vector.ir_value())
+    return key_of(maker.operands[0]) == key_of(vector.ir_value())
 
 
 def _signed(index: Any) -> cutlass.Integer:

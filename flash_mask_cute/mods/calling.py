@@ -18,12 +18,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import vector
+from cutlass._mlir.dialects import arith, vector
 
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_reads import AuxTensors, PlacedRead, answered_reads
 from flash_mask_cute.mods.errors import NO_CODE, describe, tracing
+from flash_mask_cute.mods.read_classes import Reliance
 from flash_mask_cute.mods.table_rows import LoadedRows, noted_row_reads
 
 # What callables return, by their names among the arguments of a call.
@@ -54,19 +55,26 @@ def _vector_of(numbers: Sequence[cutlass.Numeric]) -> cute.TensorSSA:
     return cute.TensorSSA(elements, (width,), dtype)
 
 
+class ScorePlace(NamedTuple):
+    """The place of a score, as callables see it: batch entry, query head, and positions in the
+    sequence."""
+
+    batch_idx: Int32
+    head_idx: Int32
+    q_idx: Int32
+    kv_idx: Int32
+
+
 def call_score_mod(
     score_mod: Callable[..., Any],
     score: Float32,
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
+    place: ScorePlace,
     aux_tensors: Any,
     kind: str = "score_mod",
 ) -> Float32:
     """The modified score, in the dtype of the score; aux_tensors is the list that the callable
     expects, or None. kind: the kind of callable, one of _RESULTS."""
-    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    indices = [_vector(i, Int32) for i in place]
     return _modified(score_mod, _vector(score, type(score)), indices, aux_tensors, kind)[0]
 
 
@@ -221,50 +229,27 @@ class ScoreModifier(NamedTuple):
             ir_analysis.join_factors(score, scale)
 
 
-def call_mask_mod(
-    mask_mod: Callable[..., Any],
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
-    aux_tensors: Any,
-) -> Boolean:
+def call_mask_mod(mask_mod: Callable[..., Any], place: ScorePlace, aux_tensors: Any) -> Boolean:
     """Whether the callable lets the score count."""
-    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    indices = [_vector(i, Int32) for i in place]
     result = _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
     return _checked_result(mask_mod, _elements("mask_mod", mask_mod, result, 1)[0])
 
 
-class Reliance(NamedTuple):
-    """Whether the result of a mask_mod may depend on the batch entry, the head and the query."""
+def reliance_of(mask_mod: Callable[..., Any], aux_tensors: Any) -> Reliance:
+    """Find the arguments that a callable uses, from the operations that a call leaves.
 
-    batch: bool
-    head: bool
-    query: bool
-
-    @staticmethod
-    def create(
-        mask_mod: Callable[..., Any],
-        batch_idx: Int32,
-        head_idx: Int32,
-        q_idx: Int32,
-        kv_idx: Int32,
-        aux_tensors: Any,
-    ) -> "Reliance":
-        """Find the arguments that a callable uses, from the operations that a call leaves.
-
-        Called while a function is traced, with numbers that are not constants. An argument counts
-        as used if any operation of the callable takes it, even if the result does not depend on it.
-        So an argument reported as unused is unused. The operations are removed again.
-        """
-        with ir_analysis.draft():
-            indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-            # what there is of an argument before the call is all that the callable can get hold of
-            watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:3]]
-            before = [ir_analysis.count_uses(values) for values in watched]
-            _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
-            after = [ir_analysis.count_uses(values) for values in watched]
-        return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
+    Called while a function is traced; the operations are removed again. An argument counts as used
+    if any operation of the callable takes it, even if the result does not depend on it.
+    """
+    with ir_analysis.draft():
+        indices = [_vector(arith.constant(Int32.mlir_type, 0), Int32) for _ in range(4)]
+        # what there is of an argument before the call is all that the callable can get hold of
+        watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:3]]
+        before = [ir_analysis.count_uses(values) for values in watched]
+        _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
+        after = [ir_analysis.count_uses(values) for values in watched]
+    return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
 
 
 def _elements(kind: str, mod: Callable[..., Any], result: Any, width: int) -> list[Any]:
@@ -317,9 +302,9 @@ class ScoreModTraits(NamedTuple):
         """For tracing a kernel: traces the callable twice more, and removes these operations."""
         with ir_analysis.draft():
             score = cute.full((1,), Float32(0.0), Float32)[0]
-            places = (Int32(0) for _ in range(4))
+            place = ScorePlace(*(Int32(0) for _ in range(4)))
             with noted_row_reads() as row_reads:
-                modified = call_score_mod(score_mod, score, *places, aux_tensors)
+                modified = call_score_mod(score_mod, score, place, aux_tensors)
             computes_functions = ir_analysis.reaches_function(score.ir_value())
             factor = ir_analysis.last_factor(modified)
         with ir_analysis.draft():

@@ -30,7 +30,8 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, vector
 
 from flash_mask_cute.mods.aux_reads import METADATA, merged_reads, tensors_of, with_tensors
-from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_score_mod
+from flash_mask_cute.mods.ir_analysis import COORDINATES, constant, key_of
 
 # (index of the aux tensor, coordinates of the element, d value / d element)
 AuxTerm = tuple[int, tuple[Int32, ...], Float32]
@@ -39,10 +40,7 @@ AuxTerm = tuple[int, tuple[Int32, ...], Float32]
 def differentiate(
     score_mod: Callable[..., Any],
     score: Float32,
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
+    place: ScorePlace,
     aux_tensors: Any,
     wants_aux: Sequence[int] = (),
 ) -> tuple[Float32, Float32, list[AuxTerm]]:
@@ -66,18 +64,16 @@ def differentiate(
         tensors = enumerate(tensors_of(aux_tensors))
         given_tensors = with_tensors(aux_tensors, (views.get(i, x) for i, x in tensors))
     with merged_reads():
-        value = call_score_mod(
-            score_mod, given_score, batch_idx, head_idx, q_idx, kv_idx, given_tensors
-        )
+        value = call_score_mod(score_mod, given_score, place, given_tensors)
 
     try:
         reads = [(i, load) for i, view in views.items() for load in _loads_of(view)]
         origins = [given_score.ir_value(), *(load.results[0] for _, load in reads)]
         gradient = _gradient(value.ir_value(), _values_that_depend_on(origins, block))
         terms = [
-            (i, _coordinates(load, views[i]), gradient[_key(element)])
+            (i, _coordinates(load, views[i]), gradient[key_of(element)])
             for (i, load), element in zip(reads, origins[1:], strict=True)
-            if _key(element) in gradient
+            if key_of(element) in gradient
         ]
     except NotImplementedError as error:
         if not views:
@@ -85,7 +81,7 @@ def differentiate(
         raise NotImplementedError(
             f"{error}, which gives no gradients of aux tensors: detach those that require grad"
         ) from error
-    d_score = gradient.get(_key(origins[0]), Float32(0.0))
+    d_score = gradient.get(key_of(origins[0]), Float32(0.0))
     return value, d_score, terms
 
 
@@ -102,10 +98,7 @@ def call_score_mod_bwd(
     score_mod_bwd: Callable[..., Any],
     grad: Float32,
     score: Float32,
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
+    place: ScorePlace,
     aux_tensors: Any,
 ) -> Float32:
     """The gradient of the score, from `grad`, the gradient of the modified score, by a user
@@ -115,9 +108,8 @@ def call_score_mod_bwd(
     score. All arguments but the last are vectors of one element, as in `call_score_mod`.
     """
     bound = functools.partial(score_mod_bwd, cute.full((1,), grad, Float32))
-    place = batch_idx, head_idx, q_idx, kv_idx, aux_tensors
     with merged_reads():
-        return call_score_mod(bound, score, *place, kind="score_mod_bwd")
+        return call_score_mod(bound, score, place, aux_tensors, kind="score_mod_bwd")
 
 
 # -- partial derivatives ------------------------------------------------------------------------
@@ -200,7 +192,7 @@ def _by_copysign(o: _Step) -> Float32:
 
 
 def _by_base(o: _Step) -> Float32:
-    if _constant(o.operation.operands[1]) == 2.0:
+    if constant(o.operation.operands[1]) == 2.0:
         return o.grad * (2.0 * o.a)
     slope = o.b * cute.math.pow(o.a, o.b - 1.0, fastmath=o.fastmath)
     return o.grad * _where(o.b == 0.0, 0.0, slope)
@@ -398,23 +390,7 @@ def is_known_function(operation: ir.Operation) -> bool:
     return True
 
 
-def _constant(value: ir.Value) -> float | None:
-    """The compile-time constant that a value is, if that is visible."""
-    operation = value.owner.operation if isinstance(value.owner, ir.OpView) else None
-    if operation is not None and operation.name == "vector.broadcast":
-        return _constant(operation.operands[0])
-    if operation is None or operation.name != "arith.constant":
-        return None
-    attribute = operation.attributes["value"]
-    return attribute.value if isinstance(attribute, ir.FloatAttr) else None
-
-
 # -- the text of the modifier -------------------------------------------------------------------
-
-
-def _key(value: ir.Value) -> int:
-    """Identity of a value: `==` of the DSL's values would trace a comparison."""
-    return ir.Value.__hash__(value)
 
 
 def _is_one_number(value: ir.Value) -> bool:
@@ -430,9 +406,9 @@ def _values_that_depend_on(origins: Sequence[ir.Value], block: ir.Block) -> set[
     pending = list(origins)
     while pending:
         value = pending.pop()
-        if _key(value) in found:
+        if key_of(value) in found:
             continue
-        found.add(_key(value))
+        found.add(key_of(value))
         for use in list(value.uses):
             user = use.owner.operation
             _flatten(_in_block(user, block), user)
@@ -478,19 +454,8 @@ _SPECULATED = {
     "arith.trunci",
     "arith.uitofp",
     "arith.xori",
-    "builtin.unrealized_conversion_cast",
-    "cute.add_offset",
-    "cute.crd2idx",
-    "cute.get_layout",
-    "cute.get_leaves",
-    "cute.get_scalars",
-    "cute.make_coord",
-    "cute.make_int_tuple",
-    "cute.make_layout",
-    "cute.make_shape",
-    "cute.size",
-    "cute.tuple.product",
     "math.absi",
+    *COORDINATES,
 }
 
 
@@ -549,14 +514,14 @@ def _by_side(i: int, is_taken: bool, o: _Step) -> Float32 | None:
 
 def _gradient(value: ir.Value, active: set[int]) -> dict[int, Float32]:
     """Keys of the active values that determine `value`, and its derivatives by them."""
-    gradient = {_key(value): Float32(1.0)} if _key(value) in active else {}
+    gradient = {key_of(value): Float32(1.0)} if key_of(value) in active else {}
     for operation in _reverse_order(value, active):
-        step = _Step(operation, [gradient.get(_key(x)) for x in operation.results])
+        step = _Step(operation, [gradient.get(key_of(x)) for x in operation.results])
         for x, partial in _inputs(operation):
-            term = partial(step) if _key(x) in active else None
+            term = partial(step) if key_of(x) in active else None
             if term is not None:
-                known = gradient.get(_key(x))
-                gradient[_key(x)] = term if known is None else known + term
+                known = gradient.get(key_of(x))
+                gradient[key_of(x)] = term if known is None else known + term
     return gradient
 
 
@@ -564,7 +529,7 @@ def _reverse_order(value: ir.Value, active: set[int]) -> list[ir.Operation]:
     """Operations between the origins and an active value, users before their operands."""
     order: list[ir.Operation] = []
     seen: set[ir.Operation] = set()
-    pending = [(value, False)] if _key(value) in active else []
+    pending = [(value, False)] if key_of(value) in active else []
     while pending:
         value, is_done = pending.pop()
         operation = value.owner.operation
@@ -573,7 +538,7 @@ def _reverse_order(value: ir.Value, active: set[int]) -> list[ir.Operation]:
         elif operation not in seen and operation.name != "cute.memref.load":
             seen.add(operation)
             pending.append((value, True))
-            pending.extend((x, False) for x, _ in _inputs(operation) if _key(x) in active)
+            pending.extend((x, False) for x, _ in _inputs(operation) if key_of(x) in active)
     return order[::-1]
 
 

@@ -31,15 +31,9 @@ from flash_mask_cute.mods.aux_reads import (
     answered_reads,
     noted_limits,
 )
-from flash_mask_cute.mods.calling import call_score_mod
-from flash_mask_cute.mods.read_analysis import (
-    Kind,
-    Values,
-    key_of,
-    maker_of,
-    operands_of,
-    operations_behind,
-)
+from flash_mask_cute.mods.calling import ScorePlace, call_score_mod
+from flash_mask_cute.mods.ir_analysis import key_of, maker_of
+from flash_mask_cute.mods.read_analysis import Kind, Values, operands_of, operations_behind
 from flash_mask_cute.mods.read_classes import (
     DifferenceRead,
     DifferenceTerm,
@@ -59,8 +53,8 @@ def find_difference_reads(
     """The reads of a score_mod by differences, whose elements tables of differences can have.
     Called while a function is traced. Traces the callable, and removes the operations."""
     with ir_analysis.draft():
-        zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
-        trace = _Trace.create(score_mod, zero, aux_tensors, lambda x: x.tensor.load(x.indices))
+        place = ScorePlace(*(Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis))
+        trace = _Trace.create(score_mod, place, aux_tensors, lambda x: x.tensor.load(x.indices))
         reads = (trace.difference_read(i) for i in range(len(trace.reads)))
         return tuple(x for x in reads if x is not None)
 
@@ -78,8 +72,8 @@ def read_of_difference(
     # what takes the place of the difference's terms is made here
     before = Int32(arith.constant(Int32.mlir_type, 0)).ir_value().owner
     zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in range(2)]
-    places = [batch_idx, head_idx, *zero]
-    trace = _Trace.create(score_mod, places, aux_tensors, _load_inside)
+    place = ScorePlace(batch_idx, head_idx, *zero)
+    trace = _Trace.create(score_mod, place, aux_tensors, _load_inside)
     trace.replace_terms(read, difference, ir.InsertionPoint(before))
     return trace.reads[read.number]
 
@@ -112,16 +106,16 @@ class DifferenceElement(NamedTuple):
 
 @dataclass(frozen=True)
 class _Trace:
-    """The reads of a score_mod in one trace of it. places: batch entry, head, query and key."""
+    """The reads of a score_mod in one trace of it, at a place."""
 
     reads: list[DifferenceElement]
     values: Values
-    places: list[Int32]
+    place: ScorePlace
 
     @staticmethod
     def create(
         score_mod: Callable[..., Any],
-        places: list[Int32],
+        place: ScorePlace,
         aux_tensors: Any,
         load: Callable[[ElementRead], cutlass.Numeric],
     ) -> "_Trace":
@@ -136,9 +130,9 @@ class _Trace:
 
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
         with noted_limits() as limits, answered_reads(answer):
-            call_score_mod(score_mod, score, *places, aux_tensors)
-        origins = {key_of(x.ir_value()): place for x, place in zip(places, ReadAxis, strict=True)}
-        return _Trace(reads, Values(origins, limits, score), places)
+            call_score_mod(score_mod, score, place, aux_tensors)
+        origins = {key_of(x.ir_value()): axis for x, axis in zip(place, ReadAxis, strict=True)}
+        return _Trace(reads, Values(origins, limits, score), place)
 
     def difference_read(self, number: int) -> DifferenceRead | None:
         """A read, if its element is found by a difference."""
@@ -164,8 +158,8 @@ class _Trace:
         if all(abs(x.factor) != 1 for x in terms):
             return None
         batch, head = (
-            any(x == place.ir_value().owner.operation for x in operations)
-            for place in self.places[:2]
+            any(x == index.ir_value().owner.operation for x in operations)
+            for index in self.place[:2]
         )
         return DifferenceRead(number, read.number, tuple(terms), batch, head, is_computed)
 

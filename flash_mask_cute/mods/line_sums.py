@@ -55,15 +55,12 @@ class Lines(Protocol):
 
     def first_row(self) -> Int32:
         """The first row of this warp, among those of the warpgroup."""
-        ...
 
     def num_parts(self, line: Line, cols: int) -> int:
         """Parts of lines of a thread that has this number of columns."""
-        ...
 
     def part_of(self, line: Line, r: int, c: int) -> int:
         """The part to which a thread's score in row r and column c belongs."""
-        ...
 
     def totals(
         self, line: Line, parts: list[Float32], are_moved: bool = False
@@ -71,24 +68,19 @@ class Lines(Protocol):
         """The sums over the warp that this thread holds, and their lines: columns, counted from the
         tile's first one, or distances of columns from rows. A line is nobody else's. are_moved:
         parts of what `along_diagonals` has moved."""
-        ...
 
     def along_diagonals(self, scores: cute.Tensor) -> cute.Tensor:
         """A thread's scores, rows by columns, moved within their rows to the threads that sum their
         diagonals; zeros where a row has none."""
-        ...
 
     def moved_cols(self, count: int) -> list[Int32]:
         """Where a thread's moved scores come from, in its first row; of zeros, places outside."""
-        ...
 
     def in_order(self, parts: list[Float32]) -> list[Float32]:
         """The same of all diagonals, those of neighbours in neighbouring lanes, 32 at a time."""
-        ...
 
     def diagonals(self, cols: int) -> list[Int32]:
         """Of `in_order`, distances of columns from rows; that of a neighbour where nothing is."""
-        ...
 
 
 def parts_between(

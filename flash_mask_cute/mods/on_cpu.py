@@ -148,7 +148,12 @@ def _run(
         compiled = _find(key, mod, checked=True)
     record = new_record()
     compiled.function(*given, record, targets)
-    check_record(record, _KINDS[kind].callable, mod)
+    check_record(record, _kind_of_mod(kind), mod)
+
+
+def _kind_of_mod(kind: str) -> str:
+    """The kind of callable from which something of this kind is computed."""
+    return kind if kind in ("mask_mod", "score_mod_bwd") else "score_mod"
 
 
 def _end_of(positions: Tensor) -> int:
@@ -181,6 +186,8 @@ def _compile(
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
+    from flash_mask_cute.mods.host_loop import EVALUATE, evaluate_each
+
     def tensor(dtype: Any, rank: int) -> Any:
         return make_fake_tensor(
             dtype,
@@ -194,16 +201,17 @@ def _compile(
     if layout is not None:
         aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
         targets = tuple(tensor(cutlass.Float64, layout[i][1]) for i in wants_aux) or None
-    named_mod = _KINDS[kind].callable, mod
+    evaluate = EVALUATE[kind]
     arguments = (
-        functools.partial(_KINDS[kind].evaluate, wants_aux) if wants_aux else _KINDS[kind].evaluate,
+        functools.partial(evaluate, wants_aux) if wants_aux else evaluate,
         mod,
         tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), 2) for name in dtypes),
         (cutlass.Int32(0), cutlass.Int32(0), tensor(cutlass.Int32, 1), tensor(cutlass.Int32, 1)),
         aux,
     )
     record = tensor(cutlass.Int64, 1)
-    return compile_reading(named_mod, _loop(), arguments, record, (targets,), checked)
+    named_mod = _kind_of_mod(kind), mod
+    return compile_reading(named_mod, evaluate_each, arguments, record, (targets,), checked)
 
 
 class HostFunction(NamedTuple):
@@ -310,105 +318,3 @@ def _gpu_instructions(operation: Any) -> Iterator[tuple[str, str]]:
                 if name.startswith(("nvvm.", "nvgpu.", "cute_nvgpu.")) or name in _GPU_ONLY:
                     yield name, _line_of(child.operation)
                 yield from _gpu_instructions(child.operation)
-
-
-def _given(targets: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    return targets or ()
-
-
-@functools.cache
-def _loop() -> Any:
-    """The function to compile; made on demand, because its decorator needs the DSL."""
-    import cutlass
-    import cutlass.cute as cute
-
-    from flash_mask_cute.mods.aux_reads import CheckedAux
-
-    @cute.jit
-    def evaluate_each(
-        evaluate: cutlass.Constexpr,
-        mod: cutlass.Constexpr,
-        values: Any,
-        indices: Any,
-        aux_tensors: Any,
-        record: Any,
-        targets: Any,
-    ) -> None:
-        batch_idx, head_idx, q_idx, k_idx = indices
-        checked = CheckedAux.create(aux_tensors, record)
-        for i in range(cute.size(q_idx)):
-            for j in range(cute.size(k_idx)):
-                place = (batch_idx, head_idx, q_idx[i], k_idx[j], checked)
-                results = evaluate(
-                    mod, tuple(value[i, j] for value in values), place, *_given(targets)
-                )
-                for value, result in zip(values, results, strict=False):
-                    value[i, j] = result
-
-    return evaluate_each
-
-
-# What a kind makes of the values of a score and of its place: what replaces the first values.
-# place: batch_idx, head_idx, q_idx, k_idx, aux_tensors. Where aux tensors have gradients, the
-# tensors to add them to follow.
-_Many: TypeAlias = tuple[Any, ...]
-
-
-def _evaluate_mask_mod(mod: Any, values: _Many, place: _Many) -> _Many:
-    from cutlass import Uint8
-
-    from flash_mask_cute.mods.calling import call_mask_mod
-
-    return (Uint8(call_mask_mod(mod, *place)),)
-
-
-def _evaluate_score_mod(mod: Any, values: _Many, place: _Many) -> _Many:
-    from flash_mask_cute.mods.calling import call_score_mod
-
-    return (call_score_mod(mod, *values, *place),)
-
-
-def _evaluate_derivative(mod: Any, values: _Many, place: _Many) -> _Many:
-    from flash_mask_cute.mods.derivative import differentiate
-
-    score, _ = values
-    modified, slope, _ = differentiate(mod, score, *place)
-    return modified, slope
-
-
-def _add_aux_gradients(
-    wants_aux: tuple[int, ...], mod: Any, values: _Many, place: _Many, *targets: Any
-) -> _Many:
-    import cutlass
-
-    from flash_mask_cute.mods.derivative import differentiate
-
-    score, grad = values
-    _, _, terms = differentiate(*(mod, score, *place, wants_aux))
-    for i, coordinates, by_element in terms:
-        target = targets[wants_aux.index(i)]
-        more = cutlass.select_(grad == 0.0, type(grad)(0.0), type(grad)(grad * by_element))
-        target[coordinates] = target[coordinates] + cutlass.Float64(more)
-    return ()
-
-
-def _evaluate_score_mod_bwd(mod: Any, values: _Many, place: _Many) -> _Many:
-    from flash_mask_cute.mods.derivative import call_score_mod_bwd
-
-    return (call_score_mod_bwd(mod, *values, *place),)
-
-
-class _Kind(NamedTuple):
-    """What to compute from a callable, and its kind."""
-
-    evaluate: Callable[..., tuple[Any, ...]]
-    callable: str
-
-
-_KINDS = {
-    "mask_mod": _Kind(_evaluate_mask_mod, "mask_mod"),
-    "score_mod": _Kind(_evaluate_score_mod, "score_mod"),
-    "derivative": _Kind(_evaluate_derivative, "score_mod"),
-    "aux_gradients": _Kind(_add_aux_gradients, "score_mod"),
-    "score_mod_bwd": _Kind(_evaluate_score_mod_bwd, "score_mod_bwd"),
-}

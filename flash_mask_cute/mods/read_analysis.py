@@ -20,6 +20,8 @@ from cutlass._mlir.dialects import arith
 
 from flash_mask_cute.mods import derivative, ir_analysis
 from flash_mask_cute.mods.aux_reads import ReadAxis, noted_limits
+from flash_mask_cute.mods.calling import ScorePlace
+from flash_mask_cute.mods.ir_analysis import key_of, maker_of
 from flash_mask_cute.mods.read_classes import (
     LEAST_CUT,
     MOST_POSITION,
@@ -37,23 +39,12 @@ _POSITION: Span = 0, MOST_POSITION - 1
 # Operations whose results follow from their operands alone, besides all of `arith` and `math`. A
 # read is one of these, because no kernel writes to aux tensors.
 _PURE = {
-    "builtin.unrealized_conversion_cast",
-    "cute.add_offset",
-    "cute.crd2idx",
+    *ir_analysis.COORDINATES,
     "cute.get_iter",
-    "cute.get_layout",
-    "cute.get_leaves",
-    "cute.get_scalars",
     "cute.get_shape",
-    "cute.make_coord",
-    "cute.make_int_tuple",
-    "cute.make_layout",
-    "cute.make_shape",
     "cute.make_view",
     "cute.memref.load",
-    "cute.size",
     "cute.to_int_tuple",
-    "cute.tuple.product",
     "cute.tuple_add",
     "cute.tuple_sub",
     "vector.broadcast",
@@ -81,13 +72,13 @@ def analyse_reads(
     Called while a function is traced. Differentiates the callable, and removes the operations.
     Raises NotImplementedError, ValueError as `differentiate`."""
     with ir_analysis.draft(), noted_limits() as limits:
-        places = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
+        place = ScorePlace(*(Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis))
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
         value, slope, terms = derivative.differentiate(
-            score_mod, score, *places, aux_tensors, wants_aux
+            score_mod, score, place, aux_tensors, wants_aux
         )
-        is_batch_invariant_bias = _is_batch_invariant_bias(value, score, places[0])
-        origins = {key_of(x.ir_value()): place for x, place in zip(places, ReadAxis, strict=True)}
+        is_batch_invariant_bias = _is_batch_invariant_bias(value, score, place.batch_idx)
+        origins = {key_of(x.ir_value()): axis for x, axis in zip(place, ReadAxis, strict=True)}
         values = Values(origins, limits, score)
         found = {}
         for number in wants_aux:
@@ -111,7 +102,8 @@ def analyse_reads(
                 is_diagonal=cuts is not None,
                 cuts=cuts or (),
             )
-        return ModReads(found, ir_analysis.constant(slope) == 1.0, is_batch_invariant_bias)
+        is_shift = ir_analysis.constant(slope.ir_value()) == 1.0
+        return ModReads(found, is_shift, is_batch_invariant_bias)
 
 
 class Kind(Enum):
@@ -485,20 +477,9 @@ def _text(name: str, operation: ir.Operation, inputs: list[_Value]) -> str:
 # -- operations ---------------------------------------------------------------------------------
 
 
-def key_of(value: ir.Value) -> int:
-    # `==` of the DSL's values would trace a comparison
-    return ir.Value.__hash__(value)
-
-
 def operands_of(operation: ir.Operation) -> list[ir.Value]:
     # the DSL wraps pointers and tensors
     return [x if isinstance(x, ir.Value) else x.value for x in operation.operands]
-
-
-def maker_of(value: ir.Value) -> ir.Operation | None:
-    """The operation that produced a value; None for an argument."""
-    owner = value.owner
-    return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None
 
 
 def _result_number(operation: ir.Operation, value: ir.Value) -> int:
@@ -634,7 +615,7 @@ def _constant(value: ir.Value, found: dict[int, float | None]) -> float | None:
     operation = maker_of(value)
     if operation is None or operation.name not in ("arith.mulf", "arith.negf"):
         is_fp32 = isinstance(value.type, ir.F32Type)
-        return ir_analysis.constant(Float32(value)) if is_fp32 else None
+        return ir_analysis.constant(value) if is_fp32 else None
     factors = [found[key_of(x)] for x in operands_of(operation)]
     known = [x for x in factors if x is not None]
     if len(known) < len(factors):

@@ -17,6 +17,14 @@ from flash_mask_cute.mods.spans import Span
 MOST_POSITION = 2**26
 
 
+class Reliance(NamedTuple):
+    """Whether the result of a mask_mod may depend on the batch entry, the head and the query."""
+
+    batch: bool
+    head: bool
+    query: bool
+
+
 class ReadClass(Enum):
     """What an element depends on, besides the batch entry, the query head and numbers.
 

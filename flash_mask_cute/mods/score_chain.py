@@ -15,7 +15,7 @@ from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis, line_sums
 from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
-from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
 from flash_mask_cute.mods.diagonals import Ahead, UniformDiagonals, add_runs, factor_of, total_of
 from flash_mask_cute.mods.difference_sums import DifferenceSums
@@ -120,7 +120,7 @@ class ScoreChain:
                     c = first_col + i
                     score, slope, _ = self._modified(scores[r, i], place(r, c), ())
                     prob = self._probability(score, statistics, bits, r, c)
-                    if ir_analysis.constant(slope) is None:
+                    if ir_analysis.constant(slope.ir_value()) is None:
                         # where nothing counts, the slope may be anything
                         scores[r, i] = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
                     else:
@@ -277,7 +277,7 @@ class ScoreChain:
             key = self.first_key + elements.row_of(thread_in_warpgroup(), r)
             k_idx = cutlass.min(work.block * self.tiles[1] + key, work.seqlen_k - 1)
             # any query: no element depends on it
-            place = work.batch_idx, head_idx, work.position(Int32(0)), k_idx
+            place = ScorePlace(work.batch_idx, head_idx, work.position(Int32(0)), k_idx)
             _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
             for i, read in enumerate(self.walk.reads):
                 if r > 0 and not read.by_key:
@@ -600,8 +600,8 @@ class ScoreChain:
         first_col: int,
         number: Int32,
         corner: tuple[Int32, Int32],
-    ) -> tuple:
-        """The position of a score on a line of a warp; any position if the line has none there."""
+    ) -> ScorePlace:
+        """The place of a score on a line of a warp; any place if the line has none there."""
         work, head_idx, _ = block
         q_idx, first_k = self._first_of(block, first_col)
         q_idx, k_idx = q_idx + number, Int32(0)
@@ -610,7 +610,8 @@ class ScoreChain:
             k_idx = cutlass.max(corner[1], corner[0] - distance)
             q_idx = k_idx + distance
         q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
-        return work.batch_idx, head_idx, work.position(cutlass.max(q_idx, 0)), k_idx
+        q_idx = work.position(cutlass.max(q_idx, 0))
+        return ScorePlace(work.batch_idx, head_idx, q_idx, k_idx)
 
     def _first_of(self, block: tuple[Work, Int32, Int32], first_col: int) -> tuple[Int32, Int32]:
         """The first query and the first key of a warpgroup's scores, from a thread's column on."""
@@ -621,8 +622,8 @@ class ScoreChain:
 
     # -- single scores --------------------------------------------------------------------------
 
-    def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> tuple:
-        """The position of a thread's score, as callables see it."""
+    def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> ScorePlace:
+        """The place of a thread's score."""
         tile_m, tile_n = self.tiles
         thread = thread_in_warpgroup()
         k_idx = work.block * tile_n + self.first_key + self.elements.row_of(thread, r)
@@ -633,7 +634,7 @@ class ScoreChain:
             head_idx, q_idx = self.listed.at(head_idx, first_col, offset)
         # positions past the ends are hidden, but the callable may index tensors with them
         q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
-        return work.batch_idx, head_idx, work.position(q_idx), k_idx
+        return ScorePlace(work.batch_idx, head_idx, work.position(q_idx), k_idx)
 
     def _probability(
         self, score: Float32, statistics: Statistics, bits: tuple | None, r: int, c: int
@@ -647,12 +648,12 @@ class ScoreChain:
         return prob
 
     def _differentiate(
-        self, score: Float32, place: tuple, wants_aux: tuple[int, ...]
+        self, score: Float32, place: ScorePlace, wants_aux: tuple[int, ...]
     ) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
-        return differentiate(self.score_mod, score, *place, self.aux_tensors, wants_aux)
+        return differentiate(self.score_mod, score, place, self.aux_tensors, wants_aux)
 
     def _modified(
-        self, score: Float32, place: tuple, wants_aux: tuple[int, ...]
+        self, score: Float32, place: ScorePlace, wants_aux: tuple[int, ...]
     ) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
         """The modified value of a raw product, and its derivatives.
 
@@ -671,9 +672,9 @@ class ScoreChain:
                 # a derivative is linear in the gradient that it is given
                 one = Float32(1.0)
                 by_score = call_score_mod_bwd(
-                    self.score_mod_bwd, one, score, *place, self.aux_tensors
+                    self.score_mod_bwd, one, score, place, self.aux_tensors
                 )
-                score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
+                score = call_score_mod(self.score_mod, score, place, self.aux_tensors)
             slope = by_score if slope is None else slope * by_score
         return score, slope, terms
 

@@ -38,16 +38,9 @@ def _hull(function: Callable[[int, int], int]) -> Callable[[Span, Span], Span]:
 def _divided(x: Span, y: Span) -> Span | None:
     if y[0] < 1:
         return None
-    ends = [way(a, b) for a in x for b in y for way in (_floor, _truncate)]
+    # rounded down, and towards zero
+    ends = [end for a in x for b in y for end in (a // b, abs(a) // b * (1 if a > 0 else -1))]
     return min(ends), max(ends)
-
-
-def _floor(a: int, b: int) -> int:
-    return a // b
-
-
-def _truncate(a: int, b: int) -> int:
-    return -(-a // b) if a < 0 else a // b
 
 
 def _unsigned_divided(x: Span, y: Span) -> Span | None:

@@ -42,20 +42,16 @@ class TableColumns(Protocol):
 
     def width(self, num_cols: int) -> int:
         """Keys of a block where a thread has `num_cols` columns."""
-        ...
 
     def first(self) -> Int32:
         """Distance of the thread's first key from the block's first."""
-        ...
 
     def offset(self, c: int) -> int:
         """Distance of the key of column c from the thread's first key."""
-        ...
 
     def load(self, row: cute.Pointer, words: cute.Tensor, bits: int) -> None:
         """Load a thread's elements of a row. row: of the block's first key, aligned to LOAD_BYTES.
         words: int32, filled as `num_words` says. bits: of an element."""
-        ...
 
 
 @dataclass(frozen=True)
