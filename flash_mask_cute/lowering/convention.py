@@ -7,16 +7,11 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-# Positional arguments of each kind, in torch and in CuTe.
-_ARITY = {"mask_mod": (4, 5), "score_mod": (5, 6)}
-_TORCH = {
-    "mask_mod": "(b, h, q_idx, kv_idx)",
-    "score_mod": "(score, b, h, q_idx, kv_idx)",
-}
-_CUTE = {
-    "mask_mod": "(b_idx, h_idx, q_idx, kv_idx, aux_tensors)",
-    "score_mod": "(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)",
-}
+from flash_mask_cute.mods.signature import IN_CUTE, IN_TORCH
+
+_TORCH, _CUTE = (
+    {kind: f"({', '.join(names)})" for kind, names in of.items()} for of in (IN_TORCH, IN_CUTE)
+)
 
 
 def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
@@ -26,7 +21,7 @@ def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
     with 5 and 6 they are CuTe's. A mod that accepts either number, by *args or a default, is
     CuTe's, as it was when there was only CuTe. A mod that accepts only torch's number is torch's.
     Raises TypeError: a `@cute.jit` function takes torch's arguments."""
-    in_torch, in_cute = _ARITY[kind]
+    in_torch, in_cute = len(IN_TORCH[kind]), len(IN_CUTE[kind])
     accepted = _accepts(mod)
     if accepted is None or accepted(in_cute) or not accepted(in_torch):
         return False
@@ -47,7 +42,7 @@ def check_torch_mod(mod: Callable[..., Any], kind: str) -> None:
     if is_torch_mod(mod, kind):
         return
     accepted = _accepts(mod)
-    in_torch, in_cute = _ARITY[kind]
+    in_torch, in_cute = len(IN_TORCH[kind]), len(IN_CUTE[kind])
     if accepted is None or accepted(in_torch):
         return
     hint = ""
@@ -68,8 +63,8 @@ def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
     accepted = _accepts(mod)
     if accepted is None:
         raise TypeError(f"{_name(mod)} has no signature that shows its arguments: pass kind")
-    for kind, (in_torch, _) in _ARITY.items():
-        if accepted(in_torch):
+    for kind, names in IN_TORCH.items():
+        if accepted(len(names)):
             return kind
     raise TypeError(
         f"{_name(mod)} must take {_TORCH['mask_mod']} or {_TORCH['score_mod']}, got "

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from flash_mask_cute.lowering.intervals import Form, find_form
 from flash_mask_cute.lowering.paths import Path, UnreachableError
 from flash_mask_cute.lowering.simplify import BandForm, Bound, Joined, band_of, find_bounds
 from flash_mask_cute.lowering.text import Text, UnknownOperator, note_captured, write
-from flash_mask_cute.lowering.trace import Trace, name_of, trace, trace_with_numbers
+from flash_mask_cute.lowering.trace import Trace, name_of, trace
 from flash_mask_cute.lowering.values import DSL_NAMES, NotLowerable
 from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 from flash_mask_cute.runtime.process_state import trace_lock
@@ -133,7 +133,7 @@ def lower_mod(
         raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
     captures = find_captures(mod)
     target = _device_of(captures, device)
-    program, captures = _program(mod, kind, captures, target)
+    program, captures = _program(_Asked(mod, kind, captures, target))
     return program.at_call(mod, captures, target)
 
 
@@ -141,7 +141,7 @@ def found_program(
     mod: Callable[..., Any], kind: str, device: torch.device
 ) -> tuple[Program, Captures]:
     """The program of a mod, and the captures that give its tensors."""
-    return _program(mod, kind, find_captures(mod), device)
+    return _program(_Asked(mod, kind, find_captures(mod), device))
 
 
 def mod_source(
@@ -441,27 +441,35 @@ traces = 0
 """How many mods were traced in this process."""
 
 
-def _program(
-    mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
-) -> tuple[Program, Captures]:
+class _Asked(NamedTuple):
+    """A mod to be lowered. device: of attention."""
+
+    mod: Callable[..., Any]
+    kind: str
+    captures: Captures
+    device: torch.device
+
+
+def _program(asked: _Asked) -> tuple[Program, Captures]:
     """The program of a mod, and the captures that give its tensors."""
     with trace_lock():
-        if captures.key is None:
-            return _untracked(mod, kind, captures, device), captures
-        structure = _structure(kind, captures, device)
+        if asked.captures.key is None:
+            return _untracked(asked), asked.captures
+        structure = _structure(asked)
         if structure.calls_modules:
-            captures = find_captures(mod, follows_forward=True)
-            if captures.key is None:
-                return _untracked(mod, kind, captures, device), captures
-            structure = _structure(kind, captures, device)
-        program = _programs.get(structure.key(captures))
+            asked = asked._replace(captures=find_captures(asked.mod, follows_forward=True))
+            if asked.captures.key is None:
+                return _untracked(asked), asked.captures
+            structure = _structure(asked)
+        program = _programs.get(structure.key(asked.captures))
         if program is not None:
-            return program, captures
-        return _new_program(structure, mod, kind, captures, device)
+            return program, asked.captures
+        return _new_program(structure, asked)
 
 
-def _structure(kind: str, captures: Captures, device: torch.device) -> _Structure:
-    name = kind, captures.key, captures.follows_forward, device.type
+def _structure(asked: _Asked) -> _Structure:
+    captures = asked.captures
+    name = asked.kind, captures.key, captures.follows_forward, asked.device.type
     structure = _structures.get(name)
     if structure is None:
         numbers = tuple(x.number for x in captures.numbers)
@@ -469,68 +477,51 @@ def _structure(kind: str, captures: Captures, device: torch.device) -> _Structur
     return structure
 
 
-def _new_program(
-    structure: _Structure,
-    mod: Callable[..., Any],
-    kind: str,
-    captures: Captures,
-    device: torch.device,
-) -> tuple[Program, Captures]:
+def _new_program(structure: _Structure, asked: _Asked) -> tuple[Program, Captures]:
+    captures = asked.captures
     structure.note_changes(captures)
     found = _programs.get(structure.key(captures))
     if found is not None:
         return found, captures
     try:
         varying = structure.varying_of(captures)
-        program, traced, text = _lowered(mod, kind, captures, device, varying)
+        program, traced = _lowered(asked, varying)
     except (NotLowerable, UnreachableError):
         if not varying:
             raise
         # the mod needs to know them: one program for each value
         structure.fixed |= set(structure.varying)
         structure.varying = ()
-        program, traced, text = _lowered(mod, kind, captures, device, ())
-    structure.knows_shapes |= traced.knows_shapes or text.knows_shapes
+        program, traced = _lowered(asked, ())
+    structure.knows_shapes |= program.knows_shapes
     if traced.calls_modules and not structure.follows_forward:
         structure.calls_modules = True
-        return _program(mod, kind, captures, device)
+        return _program(asked)
     if program.found is not None:
-        return _untracked(mod, kind, captures, device, program), captures
-    if kind == "score_mod" and structure.note_scales(captures, program):
-        return _new_program(structure, mod, kind, captures, device)
+        return _untracked(asked, program), captures
+    if asked.kind == "score_mod" and structure.note_scales(captures, program):
+        return _new_program(structure, asked)
     _programs[structure.key(captures)] = program
     return program, captures
 
 
-def _untracked(
-    mod: Callable[..., Any],
-    kind: str,
-    captures: Captures,
-    device: torch.device,
-    program: Program | None = None,
-) -> Program:
+def _untracked(asked: _Asked, program: Program | None = None) -> Program:
     """Trace a mod at each call, because nothing shows whether it changed."""
-    place = getattr(mod, "__code__", type(mod))
+    place = getattr(asked.mod, "__code__", type(asked.mod))
     if place not in _warned:
         _warned.add(place)
-        reason = captures.reason or "it reaches tensors by ways that are not followed"
+        reason = asked.captures.reason or "it reaches tensors by ways that are not followed"
         warnings.warn(
-            f"{name_of(mod)} is traced anew at each call, which takes some 20 ms: {reason}",
+            f"{name_of(asked.mod)} is traced anew at each call, which takes some 20 ms: {reason}",
             stacklevel=5,
         )
-    return program or _lowered(mod, kind, captures, device, ())[0]
+    return program or _lowered(asked, ())[0]
 
 
-def _lowered(
-    mod: Callable[..., Any],
-    kind: str,
-    captures: Captures,
-    device: torch.device,
-    varying: tuple[int, ...],
-) -> tuple[Program, Trace, Text]:
+def _lowered(asked: _Asked, varying: tuple[int, ...]) -> tuple[Program, Trace]:
     global traces
     traces += 1
-    is_score = kind == "score_mod"
+    mod, captures, is_score = asked.mod, asked.captures, asked.kind == "score_mod"
     for tensor, path in captures.tensors:
         if tensor.is_nested:
             raise NotLowerable(
@@ -538,25 +529,20 @@ def _lowered(
                 "read tensors of one shape: capture torch.nested.to_padded_tensor(x, 0), or its "
                 "values and its offsets, x.values() and x.offsets()"
             )
-    paths = [captures.numbers[i].path for i in varying]
+    numbers = [captures.numbers[i] for i in varying]
 
-    def bind(numbers: Sequence[Any]) -> Callable[..., Any]:
+    def bind(values: Sequence[Any]) -> Callable[..., Any]:
         copied = mod
-        for path, number in zip(paths, numbers, strict=True):
-            copied = path.copy(copied, number)
+        for number, value in zip(numbers, values, strict=True):
+            copied = number.path.copy(copied, value)
         return copied
 
-    def traced(decompositions: dict[Any, Any]) -> Trace:
-        if not varying:
-            return trace(mod, is_score, device, decompositions)
-        bind([0] * len(paths))
-        numbers = [captures.numbers[i].number for i in varying]
-        return trace_with_numbers(mod, bind, numbers, is_score, device, decompositions)
-
+    bind([0] * len(numbers))
     decompositions: dict[Any, Any] = {}
     text = None
     while text is None:
-        found = traced(decompositions)
+        known = [x.number for x in numbers]
+        found = trace(mod, bind, known, is_score, asked.device, decompositions)
         try:
             held = note_captured(found.module, captures.tensors)
             text = write(name_of(mod), is_score, found.module, held)
@@ -570,7 +556,7 @@ def _lowered(
     is_followed = captures.key is not None and len(held) == len(captures.tensors)
     program = Program(
         name_of(mod),
-        kind,
+        asked.kind,
         text,
         found.module,
         found=None if is_followed else held,
@@ -579,7 +565,7 @@ def _lowered(
         form=None if is_score else find_form(found.module),
         knows_shapes=found.knows_shapes or text.knows_shapes,
     )
-    return program, found, text
+    return program, found
 
 
 def _forget_captured(module: GraphModule) -> None:

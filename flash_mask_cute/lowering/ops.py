@@ -32,7 +32,6 @@ from flash_mask_cute.lowering.values import (
     low_of_least,
     low_of_product,
     low_of_sum,
-    no_low,
     unknown,
     zero_if_both,
     zero_if_either,
@@ -200,7 +199,7 @@ def _arithmetic(
 
 
 RULES["add"] = _arithmetic("+", low_of_sum, high_of_sum)
-RULES["sub"] = _arithmetic("-", no_low)
+RULES["sub"] = _arithmetic("-", unknown)
 RULES["mul"] = _arithmetic("*", low_of_product)
 
 
@@ -450,7 +449,7 @@ def _shift(name: str, symbol: str) -> Rule:
         if call.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint32):
             raise NotLowerable(f"shifts {call.dtype}: make it int32 by .int()")
         bits = torch.iinfo(call.dtype).bits
-        nonneg = zero_if_both if symbol == ">>" else no_low
+        nonneg = zero_if_both if symbol == ">>" else unknown
         if isinstance(y, int) and 0 <= y < bits:
             return call.elementwise((x, y), call.dtype, lambda a, b: f"{a} {symbol} {b}", nonneg)
         return call.elementwise((x, y), call.dtype, lambda a, b: f"ops.{name}({a}, {b})", nonneg)

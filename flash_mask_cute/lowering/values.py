@@ -310,7 +310,3 @@ def low_of_product(x: Element, y: Element) -> float | None:
 
 def zero_if_either(x: Element, y: Element) -> float | None:
     return 0 if x.is_nonneg or y.is_nonneg else None
-
-
-def no_low(x: Element, y: Element) -> None:
-    return None

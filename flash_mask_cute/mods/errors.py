@@ -128,6 +128,11 @@ def tracing(kind: str, mod: Callable[..., Any], has_aux: bool) -> Iterator[None]
                 f"{describe(kind, mod, error)} gives a value of the kernel to another library's "
                 f"function ({error}): call one of cute.math, {_FUNCTION}"
             ) from error
+        if "indices must be integers" in str(error):
+            raise TypeError(
+                f"{describe(kind, mod, error)} indexes a Python list or tuple by a vector: pass a "
+                "tensor in aux_tensors instead, and read aux_tensors[0][h_idx[0]]"
+            ) from error
         if not has_aux and "'NoneType'" in str(error):
             raise ValueError(
                 f"{describe(kind, mod, error)} reads aux_tensors, and the call passes none"
