@@ -44,17 +44,14 @@ _SCALING = ("div", "floor_divide", "fmod", "mul", "remainder")
 class LoweredMod:
     """A lowered torch mod, as attention takes it.
 
-    mod: a CuTe `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)`,
-    the same object for every mod with the same text. aux_tensors: the tensors that it reads, to be
-    passed as aux_tensors. source: the text of `mod`. kind: "mask_mod" or "score_mod". origins: for
-    each tensor, the path by which the torch mod reaches it. band: the mask_mod as two numbers, if
-    these express it. columns: the mask_mod as column intervals, if these may express it.
-    is_identity: a score_mod returns the score. is_lasting: it serves later calls as it is, as long
-    as nothing that the torch mod reaches changes; each of aux_tensors is then a captured tensor
-    itself, or none that a captured one changes. makes_tensors: some of them are new ones, of
-    numbers. checks: all indices are clamped to the tensors, even to small ones. rewritten: the
-    function and its text after so many aux tensors of others, with such checks. reached: by the
-    walk of the torch mod.
+    mod: a CuTe mask_mod or score_mod, the same object for every mod with the same text. source: its
+    text. kind: "mask_mod" or "score_mod". origins: for each of aux_tensors, the path by which the
+    torch mod reaches it. band: the mask_mod as two numbers, if these express it. columns: as column
+    intervals, if these may express it. is_identity: a score_mod returns the score. is_lasting: it
+    serves later calls as long as nothing that the torch mod reaches changes; each of aux_tensors is
+    then a captured tensor itself, or none that a captured one changes. makes_tensors: some of them
+    are new ones, of numbers. checks: all indices are clamped to the tensors, even to small ones.
+    rewritten: see `Program.rewritten`. reached: by the walk of the torch mod.
     """
 
     mod: Callable[..., Any]
@@ -73,7 +70,7 @@ class LoweredMod:
 
     def written(self, first_aux: int = 0, checks: bool = False) -> LoweredMod:
         """The same mod, reading its tensors after `first_aux` others, and with all indices clamped
-        if `checks` or if they are already."""
+        if `checks`."""
         checks |= self.checks
         mod, source = self.rewritten(first_aux, checks)
         if mod is self.mod:
@@ -95,8 +92,8 @@ class LoweredMod:
 
 @dataclass(frozen=True)
 class IntervalForm:
-    """A mask as column intervals, at a call. captured, numbers: the tensors and the numbers that
-    the intervals follow from. paths: of the tensors."""
+    """A mask as column intervals, at a call. captured, numbers: what the intervals follow from.
+    paths: of captured. known: values of nodes that depend on no index."""
 
     form: Form
     captured: tuple[Tensor, ...]
@@ -189,10 +186,9 @@ class Program:
 
     name: of the first mod, for messages. text: after no other aux tensors, without checks. found:
     the captured tensors of a mod that no walk can follow; such a program is made anew at each call.
-    varying: the captured numbers that are not constants of it. bounds: set for a mask that is a
-    band. form: set for a mask that column intervals may express. knows_shapes: it is for the shapes
-    of the captured tensors. constants: tensors that the mod makes, by device. mods: functions and
-    their texts, by the arguments of `rewritten`.
+    varying: the captured numbers that are not constants of it. bounds, form: of a mask that may be
+    a band, or column intervals. knows_shapes: it is for these shapes of captured tensors.
+    constants: tensors that the mod makes, by device. mods: by the arguments of `rewritten`.
     """
 
     name: str
@@ -268,7 +264,7 @@ class Program:
     def rewritten(
         self, captured: tuple[CapturedTensor, ...], first_aux: int, checks: bool
     ) -> tuple[Callable[..., Any], str]:
-        """The function and its text, as `write` makes it for these arguments."""
+        """The function and its text, of `write` with these arguments."""
         key = first_aux if self.text.sources else 0, checks and bool(self.text.claims)
         found = self.mods.get(key)
         if found is None:
@@ -370,11 +366,11 @@ class _Structure:
     """Knowledge about the mods of one structure.
 
     name: kind, key of the captures, whether they follow forward, type of the device. first: the
-    numbers that the first mod captured. follows_forward: as in `find_captures`. calls_modules: the
-    mod must be walked again with follows_forward. varying: numbers that have changed since, and are
-    aux tensors now; fixed: numbers that cannot be. scales: of numbers by which positions of queries
-    and keys are divided or multiplied, as by the side of a grid, values that are constants all the
-    same: otherwise nothing is known of differences of positions (docs/mods.md#classes-of-reads).
+    numbers that the first mod captured. calls_modules: the mod must be walked again with
+    follows_forward. varying: numbers that have changed since, and are aux tensors now; fixed:
+    numbers that cannot be. scales: values of numbers that divide or multiply positions, as the side
+    of a grid does. They stay constants: otherwise nothing is known of differences of positions
+    (docs/mods.md#classes-of-reads).
     """
 
     name: tuple[Any, ...]
@@ -398,8 +394,8 @@ class _Structure:
         return self.name, varying, numbers, shapes
 
     def varying_of(self, captures: Captures) -> tuple[int, ...]:
-        """Those of `varying` that have usual values now: others are constants of a program of their
-        own, because the arithmetic of unknown numbers knows no NaN and no infinity."""
+        """Those of `varying` that have usual values now: the arithmetic of unknown numbers knows no
+        NaN and no infinity."""
         return tuple(
             i
             for i in self.varying
@@ -408,8 +404,7 @@ class _Structure:
         )
 
     def note_scales(self, captures: Captures, program: Program) -> bool:
-        """Keep the values of varying numbers by which a program divides or multiplies positions of
-        queries and of keys as constants, unless there are many; whether there are new ones."""
+        """Note the values of `scales`, unless there are many; whether there are new ones."""
         placeholders = program.module.graph.find_nodes(op="placeholder")
         query_and_key = set(placeholders[3:5])
         given = placeholders[len(placeholders) - len(program.varying) :]

@@ -1,8 +1,7 @@
 """ATen operators as text of CuTe, with torch's dtypes.
 
-`RULES` has a rule for each operator that a mod may call. A rule gets the operands and makes an
-expression for each element of the result: torch's compute dtype first, then the result's dtype.
-torch itself computes values that are known while tracing.
+A rule of `RULES` makes an expression for each element of the result, in torch's compute dtype, then
+in the result's. torch itself computes values that are known while tracing.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ RULES: dict[str, Rule] = {}
 
 @dataclass(frozen=True)
 class OpCall:
-    """An operator and its operands. name_element: writes a line `name = expression` and returns the
-    name, an expression that may be used twice."""
+    """An operator and its operands. name_element: writes a line `name = expression`, and returns
+    the name."""
 
     target: Any
     name: str
@@ -73,8 +72,8 @@ class OpCall:
         high: Callable[..., float | None] = unknown,
     ) -> Array:
         """write: makes the text of an element from those of the operands in dtype `computed`; its
-        result has dtype `result`, or `computed`. low and high: bounds of the result, from the
-        operands: it is never less than low or more than high."""
+        result has dtype `result`, or `computed`. low, high: least and greatest result, from the
+        operands."""
         arrays = [self._operand_in(x, computed).broadcast(self.shape) for x in operands]
         made = []
         for elements in zip(*(x.elements for x in arrays), strict=True):
@@ -243,8 +242,8 @@ def _div(call: OpCall) -> Array:
 
 
 def _divides_as_product(x: Any, y: float) -> bool:
-    """Whether x / y becomes x * (1 / y). This is exact for powers of two. torch on CUDA does it for
-    other floats too, but not for integers, whose quotient may be rounded to a whole number next."""
+    """Whether x / y becomes x * (1 / y): exact for powers of two, and what torch on CUDA does with
+    floats. A quotient of integers may be rounded to a whole number next."""
     is_usual = math.isfinite(y) and 1e-30 < abs(y) < 1e30
     return is_usual and (abs(math.frexp(y)[0]) == 0.5 or promoted(x).is_floating_point)
 

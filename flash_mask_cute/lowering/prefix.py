@@ -1,7 +1,7 @@
 """Keys that every query of a sequence sees by a mask_mod: those before a number.
 
-`(kv_idx < first[b]) | rest`, such as the mask of draft tokens, hides nothing of the keys before
-`first`. A kernel asks this once for a block of keys, and does not call the mask_mod for its scores.
+`(kv_idx < first[b]) | rest`, as of draft tokens, shows all keys before `first`. A kernel asks this
+once for a block of keys, and does not call the mask_mod for its scores.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flash_mask_cute.lowering.simplify import OR, SIGNS, name_of_node
 
 
 def find_prefixes(module: GraphModule) -> tuple[Node, ...]:
-    """The conditions of a mask_mod's graph, joined by `|`, that bound kv_idx from above by what
-    depends on no head, query and key. So where one holds, it holds for all keys before."""
+    """The conditions, joined by `|`, that bound kv_idx from above by what depends on no head, query
+    and key: where one holds, it holds for all keys before."""
     (returned,) = module.graph.find_nodes(op="output")
     _, h_idx, q_idx, kv_idx = module.graph.find_nodes(op="placeholder")[:4]
     found, pending = [], [returned.args[0]]

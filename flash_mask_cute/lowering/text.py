@@ -1,8 +1,7 @@
 """Generation of the text of a CuTe mod from a traced graph.
 
-Each node of the graph is one of three kinds. Its contents are known; or they follow from captured
-tensors alone, and the host computes it before the call; or it depends on the score or its place,
-and becomes lines of text.
+The contents of a node are known; or they follow from captured tensors alone, and the host computes
+them before the call; or they depend on the score or its place, and become lines of text.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _FILLED: dict[str, int | bool] = {
 
 
 class UnknownOperator(NotLowerable):
-    """There is no rule for an operator; torch may be able to decompose it. target: the operator."""
+    """There is no rule for an operator (target); torch may be able to decompose it."""
 
     def __init__(self, text: str, target: Any) -> None:
         super().__init__(text)
@@ -57,8 +56,7 @@ class Source(NamedTuple):
     """The source of an aux tensor at each call: one of the first three fields.
 
     captured: its number among the captured tensors. constant: a tensor that the mod makes.
-    computed: a node that the host computes. detached: without gradient. number: the dtype in which
-    it stores a number that a node computes.
+    computed: a node that the host computes. number: the dtype that stores a computed number.
     """
 
     captured: int | None = None
@@ -79,8 +77,7 @@ class Source(NamedTuple):
 
 class Text(NamedTuple):
     """source: text of a function `mask_mod` or `score_mod`, and perhaps of a `prefix_mod`: where it
-    holds of a key, all queries see this key and those before it. sources: of the aux tensors that
-    the function reads.
+    holds of a key, all queries see this key and those before it. sources: of its aux tensors.
 
     claims: (number of a source, dimension, extent) that the tensors must have at least.
     knows_shapes: the text holds extents of captured tensors.
@@ -102,7 +99,7 @@ def note_captured(
     module: GraphModule, captured: tuple[CapturedTensor, ...]
 ) -> tuple[CapturedTensor, ...]:
     """Note in each tensor of a trace which captured one it is, None if the mod makes it. Returns
-    the captured tensors that were given, then those found only by the trace."""
+    the given tensors, then those found only by the trace."""
     found = list(captured)
     for node in module.graph.find_nodes(op="get_attr"):
         tensor = getattr(module, str(node.target))
@@ -125,11 +122,11 @@ def write(
 ) -> Text:
     """Write the text of a traced mod.
 
-    name: of the mod, for messages. captured: of `note_captured`; those of a later call serve as
-    well. first_aux: how many aux tensors of others are before those of the mod. checks: all indices
-    are clamped to the tensors, even to small ones, so that the text claims no extents. Raises
-    NotImplementedError: the mod has no text; names mod, line and operator; UnknownOperator: torch's
-    decompositions may help; TypeError: the mod returns something that no mod may return."""
+    name: of the mod, for messages. captured: of `note_captured`, at this or a later call.
+    first_aux: aux tensors of others before those of the mod. checks: all indices are clamped, so
+    that the text claims no extents. Raises NotImplementedError: the mod has no text; names mod,
+    line and operator; UnknownOperator: torch's decompositions may help; TypeError: the mod returns
+    something that no mod may return."""
     given = name, is_score, module, captured, first_aux, checks
     text, read = _Writer(*given, None).text()
     # sources that no needed line reads take no numbers
@@ -359,8 +356,7 @@ class _Writer:
         return ops.typed(element, wanted) if self.is_score else element.text
 
     def text(self) -> tuple[Text, Sequence[int]]:
-        """Only lines that the result needs, so that a mod reads no unused index. With the numbers
-        of the sources that they read."""
+        """The lines that the result needs, and the numbers of the sources that they read."""
         returned = ""
         for node in self.module.graph.nodes:
             if node.op == "output":
@@ -423,9 +419,7 @@ def _with_factors_joined(lines: Sequence[_Line]) -> list[_Line]:
     """Merge factors of products of floating point, without changing any bits.
 
     Two factors become one if one of them is a power of two. A negated product becomes a product by
-    the negated number. Lines without users are removed later. Products of integers stay as they
-    are: the merged factor, written as a float, would make floats of them, which round and do not
-    wrap around.
+    the negated number. Products of integers stay: a float factor would make floats of them.
     """
     known: dict[str, tuple[str, float]] = {}
     joined = []

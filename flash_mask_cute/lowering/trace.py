@@ -1,7 +1,6 @@
 """Tracing of a torch mod on 0-d tensors without contents, to a graph of ATen operators.
 
-No tensor of scores or positions is made. Control flow on a value, `.item()` and the like have no
-value to read, and raise. What the graph contains happened for every score alike.
+Control flow on a value, `.item()` and the like have no value to read, and raise.
 """
 
 from __future__ import annotations

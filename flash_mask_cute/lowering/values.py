@@ -1,8 +1,7 @@
 """Values of a traced mod in lowered text: expressions, element by element.
 
-A mod computes on 0-d tensors and, sometimes, on a few elements of a captured tensor. Both are an
-`Array` here: a dtype, a shape, and an expression for each element. A captured tensor is a `Table`
-until its elements are wanted.
+A 0-d tensor, or a few elements of a captured one, is an `Array`: an expression for each element. A
+captured tensor is a `Table` until its elements are wanted.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Read(NamedTuple):
-    """A read of an aux tensor. claims: (dimension, extent) that the tensor must have at least, for
-    indices that are not clamped."""
+    """A read of an aux tensor. claims: (dimension, extent) that it must have at least, for indices
+    that are not clamped."""
 
     aux: int
     claims: tuple[tuple[int, int], ...] = ()
@@ -67,9 +66,9 @@ class Element(NamedTuple):
     """An expression of one number.
 
     constant: its value, if known. is_simple: a name or a number, which may be written twice. low,
-    high: known lower and upper bounds, if nothing before overflows; None: nothing is known.
-    never_negative: an index of the call, or a quotient or remainder of one, which cannot overflow.
-    read: the read in the text, which is in no other element once the element has a name.
+    high: bounds, if nothing before overflows; None: unknown. never_negative: an index of the call,
+    or a quotient or remainder of one, which cannot overflow. read: the read in the text, dropped
+    once the element has a name.
     """
 
     text: str
@@ -91,8 +90,7 @@ def constant_element(value: bool | int | float) -> Element:
 
 
 def in_dtype(element: Element, given: torch.dtype, wanted: torch.dtype) -> Element:
-    """An element of a converted number: integers keep their bounds if the dtype they get has all
-    numbers of the one they had."""
+    """Integers keep their bounds if the wanted dtype has all numbers of the given one."""
     if given.is_floating_point or wanted.is_floating_point or torch.bool in (given, wanted):
         return element._replace(never_negative=False)
     had, has = torch.iinfo(given), torch.iinfo(wanted)
@@ -183,9 +181,8 @@ def check_size(count: int) -> None:
 class Table:
     """A tensor in memory that the mod reads: aux tensor `aux`.
 
-    indices: an expression for each indexed dimension, None for the others. shape: of
-    the whole tensor when it was traced. known: its contents, if the mod made it. checks: all
-    indices are clamped, also those with a bound that the tensor may claim.
+    indices: None for dimensions without one. shape: of the whole tensor when it was traced. known:
+    its contents, if the mod made it. checks: all indices are clamped, also those with a bound.
     """
 
     aux: int
@@ -253,8 +250,8 @@ def _coordinates(extents: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Number:
-    """A Python number that may change at each call. aux: gives the aux tensor that holds it, of one
-    element and of the requested dtype."""
+    """A Python number that may change at each call. aux: gives the number of the aux tensor that
+    holds it in a dtype, of one element."""
 
     is_float: bool
     aux: Callable[[torch.dtype], int]

@@ -2,15 +2,12 @@
 
 `differentiate` traces a `score_mod` as the forward kernel does, and reads the operations that the
 trace leaves in the kernel's IR. It goes backwards from the returned score (reverse mode): each
-operation turns the derivative of its result into derivatives of its operands. These products are
-traced behind the modifier. So the form of the modifier's source does not matter: operators or
-functions of `cute.math`, imported early or late, with or without `@cute.jit`, on vectors or
-scalars.
+operation turns the derivative of its result into derivatives of its operands. So the form of the
+modifier's source does not matter.
 
 An operation without an entry in the tables here is an error that names it, if it touches the score
 or an aux tensor whose gradient is wanted. It is an error even if its result is unused: otherwise a
-store to memory would silently lose a derivative. The user can then pass a `score_mod_bwd`, which
-`call_score_mod_bwd` calls.
+store to memory would silently lose a derivative. The user can then pass a `score_mod_bwd`.
 
 Derivatives at corners: `abs` has 0 at 0; for equal operands `min` and `max` follow the first;
 functions with jumps (comparisons, rounding to whole numbers) count as constant. All products are
@@ -49,12 +46,10 @@ def differentiate(
     Called while a kernel is traced, for one score. aux_tensors: the list that the modifier expects,
     or None. wants_aux: indices of the aux tensors whose gradients are wanted.
 
-    Returns: value: the result of `call_score_mod`. d_score: d value / d score. aux_terms: (index of
-    the aux tensor, coordinates, d value / d element) for each read of an element of a wanted aux
-    tensor on which the value depends. An element that is read twice has two terms, which add up.
-    Raises NotImplementedError: the modifier applies an operation without a derivative here to the
-    score, or to a wanted aux tensor; the message names the operation; ValueError: wants_aux names a
-    tensor that does not exist, or has integers."""
+    Returns: the result of `call_score_mod`, its derivative by the score, and a term for each read
+    of a wanted aux tensor on which it depends; those of an element that is read twice add up.
+    Raises NotImplementedError: an operation has no derivative here; the message names it;
+    ValueError: wants_aux names a tensor that does not exist, or has integers."""
     # A copy of the score, and views of the tensors, that only this call of the modifier can use.
     block = ir.InsertionPoint.current.block
     given_score = cute.full((1,), score, type(score))[0]
@@ -101,12 +96,8 @@ def call_score_mod_bwd(
     place: ScorePlace,
     aux_tensors: Any,
 ) -> Float32:
-    """The gradient of the score, from `grad`, the gradient of the modified score, by a user
-    callable.
-
-    `score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` gets the unmodified
-    score. All arguments but the last are vectors of one element, as in `call_score_mod`.
-    """
+    """The gradient of the score, from `grad`, the gradient of the modified score, by
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors). score: unmodified."""
     bound = functools.partial(score_mod_bwd, cute.full((1,), grad, Float32))
     with merged_reads():
         return call_score_mod(bound, score, place, aux_tensors, kind="score_mod_bwd")

@@ -1,10 +1,9 @@
 """Arithmetic in bf16 on the host, in fp32 and integers.
 
 LLVM rounds to bf16 with an instruction that few CPUs have (AVX512_BF16), and elsewhere calls a
-function that no library of the process provides. So each operation of a traced module on bf16
-becomes the operation in fp32, and its result is rounded on the bits. Operands are widened on the
-bits too, because LLVM returns an operation on converted operands to their type. fp64 goes to 16
-bits through fp32, as in torch.
+function that no library of the process provides. So each operation on bf16 becomes one in fp32, and
+its result is rounded on the bits. Operands are widened on the bits too, because LLVM returns an
+operation on converted operands to their type. fp64 goes to 16 bits through fp32, as in torch.
 """
 
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ _EXACT = {"arith.bitcast", "arith.constant", "arith.select"}
 
 
 def compute_bf16_in_fp32(operation: Any) -> None:
-    """Replace the operations inside `operation`, of any nesting, that compute with bf16. Call it in
-    the context of the module, before the compiler's passes."""
+    """Replace the operations inside `operation` that compute with bf16. Call it in the context of
+    the module, before the compiler's passes."""
     for old in list(_to_replace(operation)):
         _replace(old)
 

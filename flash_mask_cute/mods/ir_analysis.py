@@ -73,12 +73,9 @@ def is_by_element(*origins: cute.TensorSSA) -> bool:
 
 
 def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
-    """Merge the factor of a mod into `scale`, if the mod only multiplies the score by a number.
-
-    The score is a multiple of `scale`, so one product replaces two.
-
-    This rounds once instead of twice. Numbers that could take the factor out of fp32 range stay.
-    """
+    """Merge the factor of a mod into `scale`, of which the score is a multiple, if the mod only
+    multiplies the score by a number: one product and one rounding replace two. Numbers that could
+    take the factor out of fp32 range stay."""
     product = score.ir_value().owner.operation
     users = [use.owner.operation for use in product.results[0].uses]
     users = [user for user in users if not _is_unused_element(user)]
@@ -92,8 +89,7 @@ def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
 
 
 def constant(value: ir.Value) -> float | None:
-    """The floating-point number that a value is, or that a vector repeats, if it is a compile-time
-    constant."""
+    """The floating-point number that a value is, or that a vector repeats, if that is known."""
     operation = maker_of(value)
     if operation is None or operation.name not in ("vector.broadcast", "arith.constant"):
         return None

@@ -1,10 +1,8 @@
 """User callables on CPU tensors: the CuTe DSL compiles them for the host, without a GPU.
 
-A `mask_mod`, a `score_mod`, its derivatives or a `score_mod_bwd` runs over a rectangle of queries
-and keys of one head. It is called exactly as a kernel calls it (`mods/calling.py`,
-`mods/derivative.py`), so code that was tried here is what a kernel compiles. One compiled function
-serves all sizes and strides. Those used last are kept in memory, by the structure of the callable
-and the dtypes and ranks of its aux tensors.
+A callable runs over a rectangle of queries and keys of one head (`host_loop`), called exactly as a
+kernel calls it. One compiled function serves all sizes and strides. Those used last are kept in
+memory, by the structure of the callable and the dtypes and ranks of its aux tensors.
 """
 
 import functools
@@ -110,8 +108,7 @@ def eval_score_mod_bwd(
     scores: Tensor,
     *place: "Unpack[Place]",
 ) -> Tensor:
-    """Gradients of the scores, a new float32 tensor (rows, cols), from those of the modified
-    scores.
+    """Gradients of the scores, a new float32 tensor (rows, cols), from those of the modified ones.
 
     grads, scores: float32 (rows, cols); the scores are those that score_mod gets. The place and the
     errors are those of `eval_mask_mod`.
@@ -215,12 +212,8 @@ def _compile(
 
 
 class HostFunction(NamedTuple):
-    """CPU code that calls a callable.
-
-    reads: (index of the aux tensor, dimension, place) of each of its reads, if `all_inside` of
-    these suffices to show that they are inside; the function then takes None as its record. None:
-    it takes a record.
-    """
+    """reads: (index of the aux tensor, dimension, place) of each read, if `all_inside` suffices to
+    check them; the function then takes None as its record. None: it takes a record."""
 
     function: Callable[..., Any]
     reads: list[tuple[int, int, int]] | None
@@ -234,8 +227,8 @@ def compile_reading(
     others: tuple[Any, ...] = (),
     checked: bool = False,
 ) -> HostFunction:
-    """Compile function(*arguments, record, *others), which reads aux tensors, as
-    `compile_for_host`. checked: the function checks all reads, and needs no `all_inside`."""
+    """Compile function(*arguments, record, *others), as `compile_for_host`. checked: the function
+    checks all reads, and needs no `all_inside`."""
     from flash_mask_cute.mods.aux_reads import NotPlainError, notes_reads
 
     if not checked:
@@ -263,10 +256,8 @@ def compile_for_host(
     options: str = HOST_OPTIONS,
 ) -> Any:
     """Compile a jit function that calls a user callable for the CPU. The caller holds
-    `compile_lock`.
-
-    named_mod: "mask_mod", "score_mod" or "score_mod_bwd", with the callable. Raises
-    NotImplementedError: the callable uses a GPU-only instruction."""
+    `compile_lock`. named_mod: the kind of callable, and the callable. Raises NotImplementedError:
+    it uses a GPU-only instruction."""
     import cutlass.cute as cute
 
     from flash_mask_cute.mods.errors import describe

@@ -1,8 +1,7 @@
 """Analysis of the indices of reads in the trace of a score_mod: on which places they depend, how.
 
-It follows the operations from an index back to the place of the score. The mod's source does not
-matter: mods written with the DSL and lowered torch mods leave the same operations. Whatever is not
-known here depends on everything, so the class of such a read is OTHER.
+It follows the operations from an index back to the place of the score. Whatever is not known here
+depends on everything, so the class of such a read is OTHER.
 
 An index is described by its form: fixed for a batch entry and head; a sum of multiples of terms
 that depend on one place each; or a function of such a sum. Equal terms are found by value
@@ -67,10 +66,8 @@ _WIDER_OR_NOT = {"arith.extsi", "arith.index_cast", "arith.trunci"}
 def analyse_reads(
     score_mod: Callable[..., Any], aux_tensors: Any, wants_aux: Sequence[int]
 ) -> ModReads:
-    """The reads of the aux tensors with numbers in wants_aux.
-
-    Called while a function is traced. Differentiates the callable, and removes the operations.
-    Raises NotImplementedError, ValueError as `differentiate`."""
+    """The reads of the aux tensors with numbers in wants_aux. Called while a function is traced;
+    differentiates the callable, removes the operations, and raises what `differentiate` raises."""
     with ir_analysis.draft(), noted_limits() as limits:
         place = ScorePlace(*(Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis))
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
@@ -117,9 +114,8 @@ class _Value(NamedTuple):
     """What is known of a number.
 
     terms: (number of a term, its factor) of a sum, or of the sum that it is a function of, there in
-    lowest terms. offset: what is added to the sum, if that is a constant. span: its least and
-    greatest value, if they follow from lengths and extents. number: equal for equal values. text:
-    for readers, if it is short.
+    lowest terms. offset: added to the sum, if that is a constant. span: None if it does not follow
+    from lengths and extents. number: equal for equal values. text: for readers, if it is short.
     """
 
     kind: Kind
@@ -146,8 +142,7 @@ class Term(NamedTuple):
 
 class Values:
     """The values of one trace. origins: places by the keys of their values. limits: values that
-    were limited to an extent, and what they were before. score: of the trace; an index that depends
-    on it, as by a comparison, is not known."""
+    were limited to an extent, and what they were before. score: what depends on it is unknown."""
 
     def __init__(
         self, origins: dict[int, ReadAxis], limits: dict[int, ir.Value], score: Float32

@@ -29,17 +29,16 @@ from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 class ScoreChain:
     """The steps between the products and the softmax: soft cap and score_mod.
 
-    The derivative of score_mod is score_mod_bwd, or comes from `mods/derivative.py`. wants_aux:
-    indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
-    first_key, first_query: this warpgroup's first key in the work tile and first query in the
-    block. walk: the sums over a walk, if there are any. by_difference: those of lines within grid
-    rectangles, by difference. once: tensors in which each score of a batch entry reads another
-    element. groups: of reads that are summed along lines. listed: where blocks have listed queries;
-    head_idx is then a group of heads, and nothing is summed over a walk or along lines. of_grads:
-    all gradients of aux tensors are sums of dS times what does not depend on the score
-    (`apply_to_grads`). is_exact: dS must not be made of a P in 16 bits, because others sum it.
-    reduces_diagonals: these warps sum within grid rectangles in a block, where others take turns
-    (`SummedBy.TURNS`). uniform: of groups with uniform diagonals; ahead: what is known of a block.
+    wants_aux: indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m,
+    tile_n). first_key, first_query: this warpgroup's first key in the work tile and first query in
+    the block. walk, by_difference: sums over a walk, and by difference. once: tensors in which each
+    score of a batch entry reads another element. groups: of reads that are summed along lines.
+    listed: where blocks have listed queries; head_idx is then a group of heads, and nothing is
+    summed over a walk or along lines. of_grads: all gradients of aux tensors are sums of dS times
+    what does not depend on the score (`apply_to_grads`). is_exact: dS must not be made of a P in 16
+    bits, because others sum it. reduces_diagonals: these warps sum within grid rectangles in this
+    block (`SummedBy.TURNS`). uniform: of groups with uniform diagonals; ahead: what is known of a
+    block.
     """
 
     scales: ScoreScales
@@ -138,14 +137,11 @@ class ScoreChain:
         statistics: Statistics,
         words: tuple[cute.Tensor, cute.Tensor],
     ) -> None:
-        """Round P and dS of some columns into words, from S and dP.
+        """Round P and dS of some columns into words, from S and dP, and add to the gradients of aux
+        tensors. All threads of the warp must call it, for work tiles with scores.
 
-        block: its work tile, head_idx and m_block.
-
-        Also add the contributions of these scores to the gradients of aux tensors.
-
-        first_col: the thread's column of the block that is column 0 of scores and grads. All
-        threads of the warp must call it, for work tiles with scores.
+        block: its work tile, head_idx and m_block. first_col: the thread's column of the block that
+        is column 0 of scores and grads.
         """
         step = partial(self._apply_to_both, block, scores, grads, first_col, bits, words)
         _by_reference(step, statistics)
@@ -192,11 +188,8 @@ class ScoreChain:
         delta: cute.Tensor,
         dscores: cute.Tensor,
     ) -> None:
-        """Round dS of a block into words, from P (which `apply` has left in place of S) and dP.
-
-        Also add the contributions to the gradients of aux tensors, which are sums of dS times what
-        does not depend on the score. All threads of the warp must call it.
-        """
+        """Round dS of a block into words, from P (which `apply` has left in place of S) and dP, and
+        add to the gradients of aux tensors. All threads of the warp must call it."""
         sums, of_walk = self._aux_sums(work.batch_idx), self._zeros_of_walk()
         of_lines = self._zeros_of_lines(cute.size(grads, mode=[1]))
         place = partial(self._place, work, head_idx, m_block)
@@ -655,11 +648,8 @@ class ScoreChain:
     def _modified(
         self, score: Float32, place: ScorePlace, wants_aux: tuple[int, ...]
     ) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
-        """The modified value of a raw product, and its derivatives.
-
-        The value is what the softmax takes (divided by scale_log2). The derivatives are with
-        respect to the scaled product and to elements of wanted aux tensors.
-        """
+        """The modified value of a raw product, which the softmax takes (divided by scale_log2), and
+        its derivatives by the scaled product and by elements of wanted aux tensors."""
         slope, terms = None, ()
         if self.scales.cap is not None:
             score = self.scales.bounded(score)

@@ -41,8 +41,8 @@ class ListedQueries(NamedTuple):
     numbers: cute.Tensor | None = None
 
     def at(self, group: Int32, first: Int32, offset: int) -> tuple[Int32, Int32]:
-        """The query head and the query of column first + offset, where first is a thread's, below
-        8, and offset one of `Elements.col_offset`. group: of heads. Padding has its last head."""
+        """The query head and the query of column first + offset. group: of heads. first: a
+        thread's, below 8. offset: of `Elements.col_offset`. Padding has the last head."""
         if self.rows >= 8:
             query, row = offset // self.rows, first + offset % self.rows
         else:
