@@ -191,19 +191,15 @@ def float_floor_divide(x: Any, y: Any) -> Any:
     return where(y == 0.0, x / y, whole)
 
 
-def power(x: Any, y: Any) -> Any:
-    dtype = _dtype(x, y)
-    return dtype(cute.math.pow(dtype(x), dtype(y)))
+def _of_two(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def apply(x: Any, y: Any) -> Any:
+        dtype = _dtype(x, y)
+        return dtype(function(dtype(x), dtype(y)))
+
+    return apply
 
 
-def atan2(y: Any, x: Any) -> Any:
-    dtype = _dtype(y, x)
-    return dtype(cute.math.atan2(dtype(y), dtype(x)))
-
-
-def copysign(x: Any, signed: Any) -> Any:
-    dtype = _dtype(x, signed)
-    return dtype(cute.math.copysign(dtype(x), dtype(signed)))
+power, atan2, copysign = map(_of_two, (cute.math.pow, cute.math.atan2, cute.math.copysign))
 
 
 def hypot(x: Any, y: Any) -> Any:

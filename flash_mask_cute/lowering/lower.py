@@ -24,7 +24,15 @@ from flash_mask_cute.lowering.captures import CapturedTensor, Captures, Reached,
 from flash_mask_cute.lowering.interval_rows import Rows, rows_of
 from flash_mask_cute.lowering.intervals import Form, find_form
 from flash_mask_cute.lowering.paths import Path, UnreachableError
-from flash_mask_cute.lowering.simplify import BandForm, Bound, Joined, band_of, find_bounds
+from flash_mask_cute.lowering.simplify import (
+    BandForm,
+    Bound,
+    Joined,
+    band_of,
+    find_bounds,
+    name_of_node,
+    nodes_behind,
+)
 from flash_mask_cute.lowering.text import Text, UnknownOperator, note_captured, write
 from flash_mask_cute.lowering.trace import Trace, name_of, trace
 from flash_mask_cute.lowering.values import DSL_NAMES, NotLowerable
@@ -287,22 +295,10 @@ def _scaled_by(number: Node) -> list[Node]:
     found = []
     for user in number.users:
         made = user.meta.get("val")
-        name = str(user.target).removeprefix("aten.").split(".")[0]
         if made is not None and not isinstance(made, Tensor):
             found += _scaled_by(user)
-        elif made is not None and name in _SCALING and not made.dtype.is_floating_point:
+        elif name_of_node(user) in _SCALING and not made.dtype.is_floating_point:
             found.append(user)
-    return found
-
-
-def _behind(nodes: list[Node]) -> set[Node]:
-    """All nodes that nodes are made of."""
-    found, pending = set[Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
     return found
 
 
@@ -411,7 +407,7 @@ class _Structure:
         is_new = False
         for node, i in zip(given, program.varying, strict=True):
             known = self.scales.setdefault(i, set())
-            if len(known) < _MOST_SCALES and query_and_key <= _behind(_scaled_by(node)):
+            if len(known) < _MOST_SCALES and query_and_key <= nodes_behind(_scaled_by(node)):
                 known.add(captures.numbers[i].number)
                 is_new = True
         return is_new

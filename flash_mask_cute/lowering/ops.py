@@ -215,7 +215,8 @@ def _divided(call: OpCall, whole: str, floating: str) -> Array:
     if name == whole and isinstance(y, int) and y == 0:
         raise ZeroDivisionError("integer division by 0")
     nonneg = zero_if_both if whole != "remainder" else (lambda a, b: zero_if_both(b, b))
-    if name == whole and isinstance(x, Array) and x.is_never_negative and type(y) is int and y > 0:
+    is_index = isinstance(x, Array) and all(a.never_negative for a in x.elements)
+    if name == whole and is_index and type(y) is int and y > 0:
         name = "nonneg_remainder" if "remainder" in whole else "nonneg_quotient"
     found = call.elementwise((x, y), computed, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
     return found.never_negative() if name.startswith("nonneg") else found

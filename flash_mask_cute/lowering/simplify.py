@@ -8,7 +8,7 @@ Kernels describe such a mask by two numbers, and call no callable.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -336,6 +336,17 @@ def _is_constant(node: Node, maker: str, held: bool) -> bool:
         # as `torch.tensor(True)` in a mod is
         return bool(getattr(node.graph.owning_module, str(node.target))) is held
     return name == maker or (name == "full" and bool(node.args[1] == held))
+
+
+def nodes_behind(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes, and all that they are made of."""
+    found, pending = set[Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 def name_of_node(node: Any) -> str:

@@ -22,6 +22,7 @@ from flash_mask_cute.lowering.captures import CapturedTensor
 from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.lowering.prefix import find_prefixes
 from flash_mask_cute.lowering.searches import SEARCHES
+from flash_mask_cute.lowering.simplify import name_of_node
 from flash_mask_cute.lowering.trace import INDEX_NAMES, line_of
 from flash_mask_cute.lowering.values import (
     DSL_NAMES,
@@ -65,14 +66,9 @@ class Source(NamedTuple):
     detached: bool = False
     number: torch.dtype | None = None
 
-    def is_same(self, other: Source) -> bool:
-        return (
-            self.captured == other.captured
-            and self.constant is other.constant
-            and self.computed is other.computed
-            and self.detached == other.detached
-            and self.number == other.number
-        )
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return self.captured, id(self.constant), self.computed, self.detached, self.number
 
 
 class Text(NamedTuple):
@@ -104,7 +100,7 @@ def note_captured(
     for node in module.graph.find_nodes(op="get_attr"):
         tensor = getattr(module, str(node.target))
         place = next((i for i, x in enumerate(found) if x.tensor is tensor), None)
-        is_made_inside = place is None and all(_name(x) in _LIFTS[:2] for x in node.users)
+        is_made_inside = place is None and all(name_of_node(x) in _LIFTS[:2] for x in node.users)
         if place is None and not is_made_inside:
             place = len(found)
             found.append(CapturedTensor(tensor, Path.named("a tensor")))
@@ -153,6 +149,7 @@ class _Writer:
         self._lines: list[_Line] = []
         self._names = {"aux", "inf", "nan", "cute", "ops", *_SHORT, *_SHORT.values()}
         self._sources: list[Source] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
         self._knows_shapes = False
 
     # nodes
@@ -187,7 +184,7 @@ class _Writer:
         )
 
     def _operator(self, node: Node) -> None:
-        name = _name(node)
+        name = name_of_node(node)
         out: Any = node.meta.get("val")
         if isinstance(out, torch.SymInt | torch.SymFloat) and name != "_local_scalar_dense":
             self._number(node)
@@ -278,7 +275,7 @@ class _Writer:
 
     def _table(self, node: Node, detached: bool) -> Table:
         """The table of a node that the host has or computes."""
-        name = _name(node)
+        name = name_of_node(node)
         path: Any = "a tensor"
         if node.op == "get_attr":
             tensor, path = self.captured[node.meta["captured"]]
@@ -298,8 +295,7 @@ class _Writer:
 
     def _aux_of(self, source: Source) -> int:
         """The number of the aux tensor that a source becomes; if no line needs it, any number."""
-        found = (i for i, other in enumerate(self._sources) if source.is_same(other))
-        number = next(found, len(self._sources))
+        number = self._numbers.setdefault(source.identity, len(self._sources))
         if number == len(self._sources):
             self._sources.append(source)
         if self.read is not None:
@@ -406,7 +402,7 @@ class _Writer:
         return "\n    ".join(body) + "\n", reads
 
     def _refusal(self, node: Node, what: str) -> NotLowerable:
-        return NotLowerable(f"{self.mod_name}: aten.{_name(node)}{line_of(node)} {what}")
+        return NotLowerable(f"{self.mod_name}: aten.{name_of_node(node)}{line_of(node)} {what}")
 
 
 # of floating point: constants of integers have no point and no exponent
@@ -453,14 +449,10 @@ def _takes_rows(expressions: Sequence[str]) -> bool:
     return plain and not any(re.search(r"[<>!&|~%]|==|//", x) for x in expressions)
 
 
-def _name(node: Node) -> str:
-    return ops.operator_name(node.target) if callable(node.target) else ""
-
-
 def _is_for_host(node: Node) -> bool:
     """Whether the host computes a node of captured tensors: not if it has single elements."""
-    if _name(node) in _LIFTS:
+    if name_of_node(node) in _LIFTS:
         return True
     operands = [x.meta["val"] for x in (node, *node.all_input_nodes)]
     is_number = all(not isinstance(x, Tensor) or x.dim() == 0 for x in operands)
-    return not is_number and _name(node) not in ("index", "select")
+    return not is_number and name_of_node(node) not in ("index", "select")

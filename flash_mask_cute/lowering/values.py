@@ -6,6 +6,7 @@ captured tensor is a `Table` until its elements are wanted.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -141,10 +142,6 @@ class Array:
     def is_constant(self) -> bool:
         return all(x.constant is not None for x in self.elements)
 
-    @property
-    def is_never_negative(self) -> bool:
-        return all(x.never_negative for x in self.elements)
-
     def never_negative(self) -> Array:
         elements = tuple(x._replace(never_negative=True) for x in self.elements)
         return replace(self, elements=elements)
@@ -236,16 +233,10 @@ class Table:
         ):
             place = tuple(slice(None) if x is None else int(x.constant or 0) for x in self.indices)
             return Array.of_tensor(self.known[place])
-        points = (map(constant_element, point) for point in _coordinates(extents))
+        coordinates = itertools.product(*map(range, extents))
+        points = (map(constant_element, point) for point in coordinates)
         elements = (self.at(dict(enumerate(point))).read() for point in points)
         return Array(self.dtype, extents, tuple(elements))
-
-
-def _coordinates(extents: tuple[int, ...]) -> list[tuple[int, ...]]:
-    points: list[tuple[int, ...]] = [()]
-    for extent in extents:
-        points = [(*point, i) for point in points for i in range(extent)]
-    return points
 
 
 @dataclass(frozen=True)

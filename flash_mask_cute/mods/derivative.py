@@ -457,8 +457,13 @@ def _flatten(branch: ir.Operation, user: ir.Operation) -> None:
     if branch.name != "scf.if":
         _refuse(branch)
     for inner in _contents(branch):
-        if inner.name not in ("scf.if", *_SPECULATED, *_PIECEWISE_CONSTANT):
-            _check_speculation(inner)
+        is_known = inner.name in ("scf.if", *_SPECULATED, *_PIECEWISE_CONSTANT)
+        if not is_known and not is_known_function(inner):
+            raise NotImplementedError(
+                "score_mod cannot be differentiated: one side of a branch on a run-time condition, "
+                f"which the score depends on, contains {inner.name}; move that before the branch, "
+                "or pass score_mod_bwd"
+            )
     for nested in _contents(branch):
         if nested.name == "scf.if":
             _flatten(nested, user)
@@ -470,17 +475,6 @@ def _contents(branch: ir.Operation) -> list[ir.Operation]:
     sides = [side for region in branch.regions for side in region.blocks]
     operations = [view.operation for side in sides for view in side.operations]
     return [operation for operation in operations if operation.name != "scf.yield"]
-
-
-def _check_speculation(operation: ir.Operation) -> None:
-    try:
-        _partials(operation)
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            "score_mod cannot be differentiated: one side of a branch on a run-time condition, "
-            f"which the score depends on, contains {operation.name}; move that before the branch, "
-            "or pass score_mod_bwd"
-        ) from error
 
 
 def _inputs(operation: ir.Operation) -> list[tuple[ir.Value, Callable[[_Step], Float32 | None]]]:

@@ -49,8 +49,8 @@ _FUNCTION = "as in cute.math.exp(x) for math.exp(x), torch.exp(x) or np.exp(x)"
 
 
 class ModMistake(Exception):
-    """Raised while a callable runs. `tracing` raises an error of class `kind` in its place, with the
-    callable's name before `text`."""
+    """Raised while a callable runs; `tracing` raises an error of class `kind` in its place, which
+    has the callable's name before `text`."""
 
     def __init__(self, kind: type[Exception], text: str) -> None:
         super().__init__(text)

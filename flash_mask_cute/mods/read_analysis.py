@@ -9,7 +9,7 @@ numbering, as the same operations of the same operands.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -222,8 +222,7 @@ class Values:
     def _place_of(self, x: _Value) -> ReadAxis | int | None:
         if x.constant is not None:
             return x.constant
-        place = next((place for place in ReadAxis if x.number == self._number(place)), None)
-        return place
+        return next((place for place in ReadAxis if x.number == self._number(place)), None)
 
     def cuts_of(self, indices: tuple[_Value, ...]) -> tuple[Cut, ...] | None:
         """The cuts between which the difference that all indices depend on is the same along a
@@ -248,18 +247,10 @@ class Values:
     # -- values ---------------------------------------------------------------------------------
 
     def of(self, value: ir.Value) -> _Value:
-        """What is known of a value, whose operands are looked at first."""
-        pending = [value]
-        while pending:
-            last = pending[-1]
-            missing = [x for x in self._inputs(last) if key_of(x) not in self._known]
-            if key_of(last) not in self._known and missing:
-                pending.extend(missing)
-                continue
-            pending.pop()
-            if key_of(last) not in self._known:
-                known = self._known[key_of(last)] = self._made(last)
-                self._values.setdefault(known.number, []).append(last)
+        """What is known of a value."""
+        for each in _operands_first(value, self._inputs, self._known):
+            known = self._known[key_of(each)] = self._made(each)
+            self._values.setdefault(known.number, []).append(each)
         return self._known[key_of(value)]
 
     def with_number(self, number: int) -> list[ir.Value]:
@@ -368,6 +359,22 @@ class Values:
         if name not in _DIVISIONS:
             size = 2**size if 0 <= size < 31 else 0
         return None if before is None or size < 1 else before * size
+
+
+def _operands_first(
+    value: ir.Value, inputs: Callable[[ir.Value], list[ir.Value]], known: Mapping[int, Any]
+) -> Iterator[ir.Value]:
+    """A value after all that it is made of, but what is known; the caller adds each to `known`."""
+    pending = [value]
+    while pending:
+        last = pending[-1]
+        missing = [x for x in inputs(last) if key_of(x) not in known]
+        if key_of(last) not in known and missing:
+            pending.extend(missing)
+            continue
+        pending.pop()
+        if key_of(last) not in known:
+            yield last
 
 
 # -- sums ---------------------------------------------------------------------------------------
@@ -589,19 +596,15 @@ def _factor(factor: Float32) -> Factor:
 
 
 def _found(rule: Callable[[ir.Value, dict[int, _T]], _T], value: ir.Value) -> _T:
-    """What a rule finds for a value, after it ran once on each of the operands."""
+    """What a rule finds for a value, by what it found for the operands."""
+
+    def inputs(made: ir.Value) -> list[ir.Value]:
+        operation = maker_of(made)
+        return [] if operation is None else operands_of(operation)
+
     found: dict[int, _T] = {}
-    pending = [value]
-    while pending:
-        last = pending[-1]
-        operation = maker_of(last)
-        operands = [] if operation is None else operands_of(operation)
-        missing = [x for x in operands if key_of(x) not in found]
-        if key_of(last) not in found and missing:
-            pending.extend(missing)
-            continue
-        pending.pop()
-        found[key_of(last)] = rule(last, found)
+    for each in _operands_first(value, inputs, found):
+        found[key_of(each)] = rule(each, found)
     return found[key_of(value)]
 
 
