@@ -12,7 +12,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from flash_mask_cute import interface
-from flash_mask_cute.autograd.aux_order import why_unordered
 from flash_mask_cute.autograd.eager import Attention
 from flash_mask_cute.autograd.forward_mode import at_dual_level, attend_with_tangents
 from flash_mask_cute.autograd.mods_in_graph import mods_in_graph
@@ -28,6 +27,7 @@ from flash_mask_cute.call.arguments import (
     Masks,
     Tensors,
 )
+from flash_mask_cute.call.batch_sums import why_unordered_on
 from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.check.validate import (
     CAUSALS_HAVE_NO_GRADIENTS,
@@ -45,6 +45,7 @@ from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.mods.aux_tensors import OutsideError
 from flash_mask_cute.mods.signature import check_mod
 from flash_mask_cute.runtime.checks import check_bool, check_number, number_of
+from flash_mask_cute.runtime.constant_result import assume_constant_result
 from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import NotPlainError
@@ -98,7 +99,8 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
     if torch.are_deterministic_algorithms_enabled() or (reason is not None and deterministic):
         x, unordered = call.tensors, None
         if reason is not None:
-            unordered = why_unordered(x.q.device, x.have_shared_keys)
+            # Dynamo takes no device as a constant
+            unordered = _why_unordered(x.q.device.type, x.q.device.index, x.have_shared_keys)
         in_order = settle_order(reason, unordered, deterministic)
         call = replaced(call, backward=replaced(call.backward, deterministic=in_order))
     if at_dual_level() and (found := attend_with_tangents(call, return_max)) is not None:
@@ -122,6 +124,13 @@ def attend(call: AttentionCall, return_max: bool = False) -> Results:
         return _attend_by_operators(call, wants_aux, return_max)
 
 
+@assume_constant_result
+def _why_unordered(device: str, index: int | None, have_shared_keys: bool) -> str | None:
+    """Why gradients of aux tensors have no fixed order of sums on a device, or None."""
+    name = device if index is None else f"{device}:{index}"
+    return why_unordered_on(torch.device(name), have_shared_keys)
+
+
 def _is_plain_forward(call: AttentionCall) -> bool:
     """Whether a call is a forward of plain q, k and v alone; `attend` would change nothing."""
     if torch.compiler.is_compiling():
@@ -138,8 +147,8 @@ def _is_plain_forward(call: AttentionCall) -> bool:
 
 
 def scale_number(softmax_scale: Any) -> Any:
-    """The scale as a Python number. It is read once and serves the backward too. In a traced region
-    it stays a tensor, which an operator reads when it runs."""
+    """The scale as a Python number, read once for both directions. In a traced region it stays a
+    tensor, which an operator reads when it runs."""
     if (
         isinstance(softmax_scale, Tensor)
         and softmax_scale.requires_grad
@@ -156,8 +165,8 @@ def scale_number(softmax_scale: Any) -> Any:
 
 
 def with_cute_mods(call: AttentionCall, masks: Masks) -> AttentionCall:
-    """The same call with torch mods lowered to CuTe and their captured tensors as aux tensors, or
-    with a window or intervals that say the same as a mask_mod."""
+    """The call with CuTe mods in place of torch mods, and their captured tensors as aux tensors, or
+    with a window or intervals in place of a mask_mod."""
     q: Any = call.tensors.q
     given = masks.score_mod, masks.mask_mod, masks.aux_tensors
     if torch.compiler.is_compiling():
@@ -285,8 +294,8 @@ def _attend_eagerly(call: AttentionCall, wants_aux: tuple[int, ...], return_max:
 
 
 def with_configs(call: AttentionCall) -> AttentionCall:
-    """The call with the argument config of both directions as configurations. Raises TypeError,
-    ValueError as `FwdConfig.from_value` and `BwdConfig.from_value`."""
+    """The call with FwdConfig and BwdConfig in place of mappings. Raises TypeError, ValueError as
+    `FwdConfig.from_value`."""
     config = FwdConfig.from_value(call.options.config)
     config_bwd = BwdConfig.from_value(call.backward.config)
     return replaced(
@@ -297,10 +306,9 @@ def with_configs(call: AttentionCall) -> AttentionCall:
 
 
 class PlannedMasks:
-    """A call without lengths whose masks are known, all but the scale, the aux tensors and maybe
-    the block lists.
+    """Calls without lengths that share masks, all but the aux tensors and maybe the block lists.
 
-    `results` is `attend` on it; a forward of plain tensors without a graph needs little of it.
+    `results` does what `attend` does, with less host time for a plain forward without a graph.
     """
 
     __slots__ = ("_key", "_masks", "_options")
@@ -308,8 +316,8 @@ class PlannedMasks:
     def __init__(
         self, masks: Masks | None, causal: bool, window: tuple[Any, Any], keeps_lists: bool
     ) -> None:
-        """masks: with the aux tensors and the block lists of the first call; later ones have the
-        same metadata. keeps_lists: all calls have these lists."""
+        """masks: of the first call; aux tensors and lists of later calls have the same metadata.
+        keeps_lists: all calls have these lists."""
         self._masks = None if masks is None else replaced(masks, aux_tensors=None)
         if self._masks is not None and not keeps_lists:
             self._masks = replaced(self._masks, block_sparse_tensors_torch=None)
@@ -318,7 +326,7 @@ class PlannedMasks:
             NO_OPTIONS, causal=causal, window_size_left=left, window_size_right=right
         )
         self._key = None
-        # what no valid call has is refused, by its name, when it is called
+        # a call refuses by name what no valid call has
         with suppress(AttributeError, RuntimeError, TypeError, ValueError):
             self._key = None if masks is None else mask_key(masks)
 

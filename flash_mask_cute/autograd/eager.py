@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.passes import (
-    gradients_of,
     recorded,
     refuse_second_derivative,
+    restore,
     run_backward,
     save,
     with_outputs,
@@ -52,10 +52,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dlse, *_ = grads
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
         # only create_graph=True runs this with gradients enabled
         run = _run_backward_once if torch.is_grad_enabled() else _run_backward_of_any
-        gradients, daux = gradients_of(ctx, grads, run, ctx.wants_aux)
-        return *gradients, None, None, None, *map(daux.get, ctx.wants_aux)
+        dq, dk, dv, dsink, *daux = run(restore(ctx, dout, dlse), ctx.wants_aux)
+        return dq, dk, dv, dsink, None, None, None, *daux
 
 
 class _AttentionBackward(torch.autograd.Function):

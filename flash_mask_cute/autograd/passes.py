@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -30,19 +30,19 @@ _NO_TENSORS: Any = Tensors(None, None, None)  # type: ignore[arg-type]
 
 
 def refuse_dual_level() -> None:
-    """Refuse forward-mode tangents, which operators would drop and cannot see below autograd. None
-    come from a Function, whose own jvp makes those of its results."""
+    """Refuse forward-mode tangents, which operators would drop. Calls of a Function have none: its
+    jvp makes the tangents."""
     if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
         raise NotImplementedError("forward-mode differentiation of attention is not supported here")
 
 
 def with_outputs(call: AttentionCall, wants_max: bool, wants_low: bool = True) -> AttentionCall:
-    """The call with new tensors for what autograd saves or returns beside out and lse.
+    """The call with new tensors for results beside out and lse.
 
-    lse_low, the rounding error of LSE, and an LSE in float64 beside float64 tensors are for a
-    backward (wants_low). Scores that are plain products are too small for lse_low to matter.
-    max_scores: the largest score of each row, -inf in rows of no sequence. A q that the call will
-    be refused for gets none of these.
+    wants_low: for a backward, lse_low, the rounding error of LSE, and an LSE in float64 beside
+    float64 tensors. Scores without a score_mod are too small for lse_low to matter. wants_max:
+    max_scores, the largest score of each row, -inf in rows of no sequence. A q of a wrong shape,
+    which the call will refuse, gets none.
     """
     x, q = call.tensors, call.tensors.q
     has_mod = wants_low and call.masks is not None and call.masks.score_mod is not None
@@ -89,7 +89,7 @@ def run_backward(call: AttentionCall, wants_aux: Sequence[int]) -> tuple[Tensor 
 def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     """Everything goes through `save_for_backward`, so that torch notices a change in place.
 
-    Masks are kept as they are, too: data derived from them is found by the identity of their
+    Masks are kept as they are, too: what is cached for them is found by the identity of their
     tensors, which hooks on saved tensors change.
     """
     x, masks, options, backward, direction = call
@@ -109,8 +109,7 @@ def save(ctx: Any, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
 
 
 def saveable(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of those that were made in inference mode, which torch does not save and does not see
-    change."""
+    """Copies of tensors of inference mode, which torch does not save."""
     return [x.clone() if x.is_inference() else x for x in tensors]
 
 
@@ -149,25 +148,6 @@ def _mask_tensors(masks: Masks) -> list[Tensor]:
         tensors += [x for x in lists if isinstance(x, Tensor)]
     # inference tensors cannot be saved, and nothing reports when they change
     return [x for x in tensors if x is not None and not x.is_inference()]
-
-
-def gradients_of(
-    ctx: Any,
-    grads: tuple[Tensor | None, ...],
-    run: Callable[[AttentionCall, Sequence[int]], Any],
-    wants_aux: Sequence[int],
-) -> tuple[list[Tensor | None], dict[int, Tensor | None]]:
-    """Input gradients from the gradients of out and lse.
-
-    They are dq, dk, dv and dsink (None unless requested), and those of wanted aux tensors by index.
-
-    run: `run_backward`, or a wrapper of it.
-    """
-    dout, dlse, *_ = grads
-    if dout is None and dlse is None:
-        return [None] * 4, {}
-    dq, dk, dv, dsink, *daux = run(restore(ctx, dout, dlse), wants_aux)
-    return [dq, dk, dv, dsink], dict(zip(wants_aux, daux, strict=True))
 
 
 def refuse_second_derivative(*_: Any) -> Any:

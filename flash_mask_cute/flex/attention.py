@@ -18,7 +18,6 @@ from flash_mask_cute.flex.block_mask import (
     as_block_mask,
     intervals_of,
     is_kept,
-    lists_in_graph,
     lists_of,
     says_no_more,
 )
@@ -56,8 +55,7 @@ if TYPE_CHECKING:
         kernel_options: Mapping[str, Any] | None
 
 
-# Declared several times, so that a type checker knows what a call returns: `others` are scale and
-# what follows, by position.
+# Overloads for type checkers. `others` are scale and what follows, by position.
 
 
 @overload
@@ -198,8 +196,8 @@ def flex_attention(  # type: ignore[misc]  # because of `others`
 class ResolvedMods:
     """What attention gets for two mods, a block mask and lengths.
 
-    expands: keys and values of one batch entry serve all. origins: of the aux tensors. is_kept: the
-    block mask was kept by its caller, and `ready` says all that it shows.
+    expands: keys and values of one batch entry serve all. origins: of the aux tensors. is_kept:
+    `ready` includes the lists of the block mask.
     """
 
     __slots__ = ("_lists", "expands", "is_kept", "origins", "ready")
@@ -244,7 +242,6 @@ def _resolve_mods(
         mask = lower_mod(block_mask.mask_mod, "mask_mod", query.device)
         lowered.append((mask, keeps and mask.columns is not None))
         seqlens = query.shape[2], key.shape[2]
-        # what is found of contents is wrong once they change
         if keeps and mask.band is not None and says_no_more(block_mask, mask.band, seqlens):
             window = mask.band.as_window(*seqlens)
         if keeps and window is None and mask.columns is not None:
@@ -256,7 +253,7 @@ def _resolve_mods(
             mask = None
     mods = join_mods(score, mask)
     left, right = window or (None, None)
-    # a side of 0 by another name, by which tiles are selected
+    # tiles are selected by this name of a side of 0
     causal = right == 0
     right = None if causal else right
     aux_tensors = mods.aux_tensors
@@ -285,7 +282,7 @@ def _in_graph(
     """The call as torch.compile and torch.export trace it: lists are always walked."""
     mask_mod = lists = None
     if block_mask is not None:
-        mask_mod, lists = block_mask.mask_mod, lists_in_graph(block_mask)
+        mask_mod, lists = block_mask.mask_mod, lists_of(block_mask)
     mods = mods_in_graph(score_mod, mask_mod, None, query.device.type, True)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1).contiguous() for x in (key, value))

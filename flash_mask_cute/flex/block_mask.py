@@ -1,9 +1,8 @@
 """The lists of a torch `BlockMask`, converted to the form of this package.
 
-Contents of tensors may change in ways that nobody counts: in inference mode, through `.data` or
-numpy, by a collective, in a replayed CUDA graph. So each call converts the lists on their device,
-and nothing is derived from their contents, unless the caller says that they do not change
-(`keep_block_mask`).
+torch does not count every change of a tensor (`keep_block_mask` names some). So each call converts
+the lists on their device, and nothing is derived from their contents, unless the caller says that
+they do not change.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from flash_mask_cute.runtime.plain_tensors import are_plain
 
 
 class _Intervals(NamedTuple):
-    """What was made of a mask_mod, for one state of its captured tensors, which stay alive."""
+    """The intervals of a mask_mod, for one state of its captured tensors, which stay alive."""
 
     key: tuple[Any, ...]
     captured: tuple[Tensor, ...]
@@ -45,9 +44,9 @@ class _Intervals(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What was made of a block mask that its caller keeps, for one state of its tensors.
+    """What was found of a block mask that its caller keeps, for one state of its tensors.
 
-    says_no_more: by band and by the numbers of queries and keys. intervals: at most one entry.
+    says_no_more: by band, and (seqlen_q, seqlen_k). intervals: at most one entry.
     """
 
     state: tuple[Any, ...]
@@ -56,18 +55,16 @@ class _Kept(NamedTuple):
     intervals: list[_Intervals]
 
 
-# By the counts of lists of this package: what else the lists hold, and the block mask. It holds
-# aliases of their tensors, so that it does not keep them alive.
+# By mask_block_cnt: what else the lists hold, and the block mask over aliases of their tensors,
+# which do not keep them alive.
 _adopted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def as_block_mask(lists: BlockSparseTensorsTorch | ComputedLists) -> BlockMask:
     """Lists of `create_block_mask` as a torch `BlockMask` over the same memory.
 
-    The object is made once for the lists. In a traced region it is made there.
-
-    Raises:
-        ValueError: the lists carry no mask_mod, or no block size.
+    The object is made once for the lists. Raises ValueError if they carry no mask_mod, or no block
+    size.
     """
     given = from_block_mask(lists)
     if given.mask_mod is None:
@@ -113,7 +110,7 @@ class _Promise:
 
 
 class CheckedLists:
-    """The tensors and sizes of a block mask, to be compared with those at a later call.
+    """The tensors and sizes of a block mask, for comparison at a later call.
 
     is_kept: its caller keeps it, and changes that torch counts matter.
     """
@@ -204,7 +201,7 @@ def keep_block_mask(block_mask: BlockMask) -> BlockMask:
 
 
 def is_kept(block_mask: BlockMask) -> bool:
-    """Whether the caller said that the contents of a block mask do not change."""
+    """Whether the caller called `keep_block_mask`."""
     return block_mask in _promises
 
 
@@ -212,32 +209,22 @@ def lists_of(block_mask: BlockMask) -> BlockSparseTensorsTorch:
     """int32 lists with ascending entries up to the count, as kernels walk them.
 
     torch's lists may have any order. The lists are made anew, on their device without waiting for
-    it, unless the block mask is kept. They share no memory with the block mask.
+    it, unless the block mask is kept. They share no memory with the block mask. In a traced region
+    operators of the graph make them.
     """
+    if torch.compiler.is_compiling():
+        return _sorted_lists(from_block_mask(block_mask))
     if not is_kept(block_mask):
         return _ordered_lists(from_block_mask(block_mask))
     return _kept_of(block_mask).lists
 
 
-def lists_in_graph(block_mask: BlockMask) -> BlockSparseTensorsTorch:
-    """As `lists_of`, made by operators of a graph."""
-    return BlockSparseTensorsTorch(
-        *_sorted(block_mask.kv_num_blocks, block_mask.kv_indices),
-        *_sorted(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-        (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1]),
-        (block_mask.seq_lengths[0], block_mask.seq_lengths[1]),
-    )
-
-
 def says_no_more(block_mask: BlockMask, band: BandForm, seqlens: tuple[int, int]) -> bool:
-    """Whether the lists of a kept block mask add nothing to a band, so that they may be left out.
+    """Whether the lists of a kept block mask add nothing to a band: they hide nothing that the band
+    shows, and call no block full that the band cuts. seqlens: queries and keys.
 
-    The lists then hide nothing that the band shows, and call no block full that the band cuts.
-    seqlens: queries and keys.
-
-    The answer is found once for a block mask, as long as torch counts no change of its tensors, and
-    a band; finding it waits for the device. It is False during the capture of a CUDA graph if it is
-    not known yet.
+    It waits for the device once for a band and a state of the lists. In the capture of a CUDA graph
+    the result is False if it is not known yet.
     """
     kept = _kept_of(block_mask)
     band_and_lengths = band, seqlens
@@ -251,12 +238,10 @@ def says_no_more(block_mask: BlockMask, band: BandForm, seqlens: tuple[int, int]
 def intervals_of(
     block_mask: BlockMask, columns: IntervalForm, seqlens: tuple[int, int], batch: int
 ) -> ColumnMask | None:
-    """A kept block mask as column intervals, if they express what the mod says and the lists add
-    nothing.
+    """A kept block mask as column intervals, or None if the mod has none or the lists add to it.
 
-    The intervals are found once for a block mask, as long as torch counts no change of its tensors
-    and of the captured ones; finding them waits for the device. The result is None during the
-    capture of a CUDA graph if it is not known yet.
+    It waits for the device once for a state of the lists and of the captured tensors. In the
+    capture of a CUDA graph the result is None if it is not known yet.
     """
     kept = _kept_of(block_mask)
     captured = tuple(_state(x) for x in columns.captured)
@@ -341,7 +326,8 @@ def _state(tensor: Tensor | None) -> Any:
 
 def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     if not _runs_kernels(lists.mask_block_idx):
-        return _sorted_lists(lists)
+        with torch.inference_mode(False), torch.no_grad():
+            return _sorted_lists(lists)
     mask_cnt, mask_idx = _as_int32(lists.mask_block_cnt), _as_int32(lists.mask_block_idx)
     full_cnt = None if lists.full_block_cnt is None else _as_int32(lists.full_block_cnt)
     full_idx = None if lists.full_block_idx is None else _as_int32(lists.full_block_idx)
@@ -370,9 +356,8 @@ def _runs_kernels(tensor: Tensor) -> bool:
 
 
 def _sorted_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
-    with torch.inference_mode(False), torch.no_grad():
-        partial = _sorted(lists.mask_block_cnt, lists.mask_block_idx)
-        full = _sorted(lists.full_block_cnt, lists.full_block_idx)
+    partial = _sorted(lists.mask_block_cnt, lists.mask_block_idx)
+    full = _sorted(lists.full_block_cnt, lists.full_block_idx)
     return BlockSparseTensorsTorch(*partial, *full, lists.block_size, lists.seqlens)
 
 

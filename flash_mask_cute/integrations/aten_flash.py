@@ -1,20 +1,18 @@
 """Torch's operators of flash attention, computed by this package.
 
-Each function has the signature of the aten operator that it is named after, and its results:
-layouts, LSE (natural logarithm, fp32, (batch, heads, seqlen_q) or (heads, total_q)), and the state
-of a random number generator that no kernel here uses. As in torch's kernels for CUDA, `is_causal`
-of these operators is aligned bottom-right. `F.scaled_dot_product_attention` means top-left, and
-calls them only where queries and keys are equally many.
+Each function returns what the aten operator of its name returns: layouts, LSE (natural logarithm,
+fp32, (batch, heads, seqlen_q) or (heads, total_q)), and the state of a random number generator that
+no kernel here uses. As in torch's kernels for CUDA, `is_causal` of these operators is aligned
+bottom-right. `F.scaled_dot_product_attention` means top-left, and calls them only where queries and
+keys are equally many.
 
 What cannot be computed here is refused, before any launch, by an exception of `ran.REFUSALS`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,161 +22,107 @@ from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.runtime.checks import check_memory_layout
 
 
-def flash_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+class _Call(NamedTuple):
+    """The arguments of a call, by their names in aten; defaults stand for those that the operator
+    does not have."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Any = None
+    grad_out: Any = None
+    logsumexp: Any = None
+    cum_seq_q: Tensor | None = None
+    cum_seq_k: Tensor | None = None
+    max_q: int | None = None
+    max_k: int | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    return_debug_mask: bool = False
+    scale: float | None = None
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    block_table: Tensor | None = None
+    num_splits: int | None = None
+    # of random numbers, which no kernel here draws
+    rng_state: Any = None
+    unused: Any = None
+    philox_seed: Any = None
+    philox_offset: Any = None
+
+    def heads_third(self) -> _Call:
+        """Tensors (batch, heads, seqlen, head_dim) as (batch, seqlen, heads, head_dim)."""
+        tensors = {name: getattr(self, name) for name in (*_INPUTS, *_OF_BACKWARD[:2])}
+        moved = {name: x.transpose(1, 2) for name, x in tensors.items() if x is not None}
+        return self._replace(**moved)
+
+    def options(self) -> dict[str, Any]:
+        """Scale, mask and lengths as arguments of a host call. Lengths of dense tensors are in
+        their shapes. Every negative side of torch's window is open."""
+        sides = self.window_size_left, self.window_size_right
+        left, right = (None if side is None or side < 0 else side for side in sides)
+        return {
+            "softmax_scale": self.scale,
+            "causal": self.is_causal,
+            "window_size_left": left,
+            "window_size_right": None if self.is_causal else right,
+            "cu_seqlens_q": self.cum_seq_q,
+            "cu_seqlens_k": self.cum_seq_k,
+            "max_seqlen_q": None if self.cum_seq_q is None else self.max_q,
+            "max_seqlen_k": None if self.cum_seq_k is None else self.max_k,
+        }
+
+
+_INPUTS = "query", "key", "value"
+_OF_BACKWARD = "out", "grad_out", "logsumexp"
+
+
+def flash_attention_forward(call: _Call) -> tuple[Tensor, ...]:
     """(out, lse, rng_state, unused, debug_mask) of tensors (batch, seqlen, heads, head_dim), or
     (total, heads, head_dim) with cum_seq_*. With block_table key and value are pages."""
-    _refuse(dropout_p, return_debug_mask, alibi_slopes)
-    out, lse = _attend(
-        query, key, value, scale, _band(is_causal, window_size_left, window_size_right),
-        _lengths(cum_seq_q, cum_seq_k, max_q, max_k) | _pages(seqused_k, block_table),
-        num_splits=num_splits, out=_laid_out_as(query),
-    )  # fmt: skip
-    return out, lse, *_unused_state(query)
+    return *_attend(call, _laid_out_as(call.query)), *_unused_state(call.query)
 
 
-def flash_attention_forward_no_dropout_inplace(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
+def flash_attention_forward_no_dropout_inplace(call: _Call) -> Tensor:
     """lse; the output is written to out, of any strides."""
-    _refuse(dropout_p, return_debug_mask, alibi_slopes)
-    attend = partial(
-        _attend, query, key, value, scale, _band(is_causal, window_size_left, window_size_right),
-        _lengths(cum_seq_q, cum_seq_k, max_q, max_k) | _pages(seqused_k, block_table),
-        num_splits=num_splits,
-    )  # fmt: skip
+    query, out = call.query, call.out
     if _is_written_by_kernels(out):
-        return attend(out=out)[1]
+        return _attend(call, out)[1]
     if out.shape != query.shape or out.dtype != query.dtype or out.device != query.device:
         raise ValueError(
             f"out must be like query, {query.dtype} {tuple(query.shape)} on {query.device}, got "
             f"{out.dtype} {tuple(out.shape)} on {out.device}"
         )
-    result, lse = attend()
+    result, lse = _attend(call)
     out.copy_(result)
     return lse
 
 
-def flash_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor | None,
-    unused: Tensor | None,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_attention_backward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, laid out as these are."""
-    is_packed = cum_seq_q is not None
-    _refuse(dropout_p)
-    return _gradients(
-        (query, key, value, out, grad_out, logsumexp),
-        tuple(_laid_out_as(x, is_packed) for x in (query, key, value)),
-        softmax_scale=scale,
-        **_band(is_causal, window_size_left, window_size_right),
-        **_lengths(cum_seq_q, cum_seq_k, max_q, max_k),
-    )
+    is_packed = call.cum_seq_q is not None
+    return _gradients(call, *(_laid_out_as(x, is_packed) for x in call[:3]))
 
 
-def scaled_dot_product_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+def scaled_dot_product_flash_attention(call: _Call) -> tuple[Any, ...]:
     """(out, lse, None, None, max_q, max_k, rng_state, unused, debug_mask) of tensors (batch, heads,
     seqlen, head_dim)."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    max_q, max_k = query.shape[2], key.shape[2]
-    _refuse(dropout_p, return_debug_mask)
-    band = _band(is_causal, None, None)
-    out, lse = _attend(q, k, v, scale, band, {}, out=_laid_out_as_heads_first(query, q))
-    return out.transpose(1, 2), lse, None, None, max_q, max_k, *_unused_state(query)
+    query, moved = call.query, call.heads_third()
+    out, lse = _attend(moved, _laid_out_as_heads_first(query, moved.query))
+    lengths = query.shape[2], call.key.shape[2]
+    return out.transpose(1, 2), lse, None, None, *lengths, *_unused_state(query)
 
 
-def scaled_dot_product_flash_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor | None,
-    philox_offset: Tensor | None,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def scaled_dot_product_flash_attention_backward(call: _Call) -> tuple[Tensor, ...]:
     """Gradients of query, key and value, laid out as these are."""
-    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    given = (query, q), (key, k), (value, v)
-    _refuse(dropout_p)
-    dq, dk, dv = _gradients(
-        (q, k, v, o, dout, logsumexp),
-        tuple(_laid_out_as_heads_first(x, as_bshd) for x, as_bshd in given),
-        softmax_scale=scale,
-        **_band(is_causal, None, None),
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    moved = call.heads_third()
+    gradients = _gradients(moved, *map(_laid_out_as_heads_first, call[:3], moved[:3]))
+    return tuple(x.transpose(1, 2) for x in gradients)
 
 
-OPERATORS: dict[str, Callable[..., Any]] = {
+OPERATORS: dict[str, Callable[[_Call], Any]] = {
     "_flash_attention_forward": flash_attention_forward,
     "_flash_attention_forward_no_dropout_inplace": flash_attention_forward_no_dropout_inplace,
     "_flash_attention_backward": flash_attention_backward,
@@ -191,22 +135,20 @@ _NEWER = "_flash_attention_forward_no_dropout_inplace"
 
 
 def unknown_operator() -> str | None:
-    """What differs between torch's operators and the functions here; None if they agree."""
-    for name, function in OPERATORS.items():
+    """How torch's operators differ from those that are known here, or None."""
+    for name in OPERATORS:
         operator = _operator(name)
         if operator is None:
             if name != _NEWER:
                 return f"it has no operator aten::{name}"
             continue
-        known = inspect.signature(function).parameters
-        given = operator._schema.arguments
+        given = [x.name for x in operator._schema.arguments]
         for argument in given:
-            if argument.name not in known:
-                return f"aten::{name} has an argument {argument.name}, which is not known here"
-        places = [x.name for x in given if not x.kwarg_only]
-        by_name = inspect.Parameter.KEYWORD_ONLY
-        if places != [x.name for x in known.values() if x.kind != by_name]:
-            return f"aten::{name} has other arguments: {', '.join(places)}"
+            if argument not in _Call._fields:
+                return f"aten::{name} has an argument {argument}, which is not known here"
+        for argument in (*_INPUTS, *(_OF_BACKWARD if name.endswith("_backward") else ())):
+            if argument not in given:
+                return f"aten::{name} has no argument {argument}"
     return None
 
 
@@ -219,10 +161,9 @@ class Activated:
     def __init__(self, dispatch_key: str) -> None:
         """dispatch_key: that of the tensors in calls that are taken, "CUDA"."""
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
-        for name, function in OPERATORS.items():
+        for name in OPERATORS:
             if _operator(name) is not None:
-                kept = _kernel_of_torch(name, dispatch_key)
-                call = _ours_or_kept(name, function, kept)
+                call = _ours_or_kept(name, _kernel_of_torch(name, dispatch_key))
                 self._library.impl(name, call, dispatch_key, allow_override=True)
 
     def remove(self) -> None:
@@ -249,12 +190,12 @@ def _kernel_of_torch(name: str, dispatch_key: str) -> Callable[..., Any] | None:
     return call
 
 
-def _ours_or_kept(
-    name: str, function: Callable[..., Any], kept: Callable[..., Any] | None
-) -> Callable[..., Any]:
+def _ours_or_kept(name: str, kept: Callable[..., Any] | None) -> Callable[..., Any]:
+    names = [x.name for x in _operator(name)._schema.arguments]
+
     def call(*args: Any, **keywords: Any) -> Any:
         try:
-            results = function(*args, **keywords)
+            results = OPERATORS[name](_Call(**dict(zip(names, args, strict=False)), **keywords))
         except REFUSALS as error:
             if kept is None:
                 raise NotImplementedError(
@@ -270,93 +211,59 @@ def _ours_or_kept(
     return call
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    band: dict[str, Any],
-    lengths: dict[str, Any],
-    *,
-    num_splits: int | None = None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _attend(call: _Call, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out and lse. out: where to write, or None."""
+    _refuse(call)
+    query, value = call.query, call.value
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"query and value must have the same head_dim in torch's operators, got "
             f"{query.shape[-1]} and {value.shape[-1]}"
         )
+    options = call.options() | {"seqused_k": call.seqused_k}
+    if call.block_table is not None:
+        if call.seqused_k is None:
+            raise ValueError("block_table needs seqused_k, the number of keys of each sequence")
+        # seqused_k has the lengths, and pages are not packed
+        options |= {"page_table": call.block_table, "cu_seqlens_k": None, "max_seqlen_k": None}
+    splits = call.num_splits or 0
     found, lse = _flash_attn_fwd(
-        query, key, value, out=out, softmax_scale=scale, **band, **lengths,
-        num_splits=num_splits or 0, return_lse=True,
-    )  # fmt: skip
+        query, call.key, value, out=out, num_splits=splits, return_lse=True, **options
+    )
     assert lse is not None  # it was asked for
     return found, lse
 
 
 def _gradients(
-    results: tuple[Tensor, ...], memory: tuple[Tensor | None, ...], **arguments: Any
+    call: _Call, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv. results: arguments of the host call. memory: where to write, or None."""
-    dq, dk, dv = memory
+    """dq, dk and dv, written to the given memory if there is any."""
+    _refuse(call)
     return _flash_attn_bwd(
-        *results,
-        **arguments,
+        call.query,
+        call.key,
+        call.value,
+        call.out,
+        call.grad_out,
+        call.logsumexp,
         dq=dq,
         dk=dk,
         dv=dv,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        **call.options(),
     )
 
 
-def _refuse(
-    dropout_p: float, return_debug_mask: bool = False, alibi_slopes: Tensor | None = None
-) -> None:
-    if dropout_p:
-        raise NotImplementedError(f"dropout_p={dropout_p} is not supported: only 0")
-    if return_debug_mask:
+def _refuse(call: _Call) -> None:
+    if call.dropout_p:
+        raise NotImplementedError(f"dropout_p={call.dropout_p} is not supported: only 0")
+    if call.return_debug_mask:
         raise NotImplementedError("return_debug_mask=True is not supported: no mask is stored")
-    if alibi_slopes is not None:
+    if call.alibi_slopes is not None:
         raise NotImplementedError(
             "alibi_slopes are not supported: write them as score_mod of "
             "flash_mask_cute.flash_attn_varlen_func"
         )
-
-
-def _band(is_causal: bool, left: int | None, right: int | None) -> dict[str, Any]:
-    """Torch's window, where every negative side is open, as arguments of a host call."""
-    left, right = (None if side is None or side < 0 else side for side in (left, right))
-    if is_causal:
-        right = None
-    return {"causal": is_causal, "window_size_left": left, "window_size_right": right}
-
-
-def _lengths(
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int
-) -> dict[str, Any]:
-    """Lengths of packed sequences. Those of dense tensors are in their shapes."""
-    return {
-        "cu_seqlens_q": cum_seq_q,
-        "cu_seqlens_k": cum_seq_k,
-        "max_seqlen_q": None if cum_seq_q is None else max_q,
-        "max_seqlen_k": None if cum_seq_k is None else max_k,
-    }
-
-
-def _pages(seqused_k: Tensor | None, block_table: Tensor | None) -> dict[str, Any]:
-    """Used lengths and pages, to be joined to `_lengths`."""
-    if block_table is None:
-        return {"seqused_k": seqused_k}
-    if seqused_k is None:
-        raise ValueError("block_table needs seqused_k, the number of keys of each sequence")
-    # seqused_k has the lengths, and pages are not packed
-    return {
-        "seqused_k": seqused_k,
-        "page_table": block_table,
-        "cu_seqlens_k": None,
-        "max_seqlen_k": None,
-    }
 
 
 def _laid_out_as(x: Tensor, cleared: bool = False) -> Tensor | None:

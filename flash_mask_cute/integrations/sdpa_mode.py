@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ContextDecorator
 from inspect import iscoroutinefunction, isgeneratorfunction
-from itertools import compress, product
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -283,6 +282,9 @@ def _mods_of(mask: Tensor, shape: tuple[int, ...], query: Tensor) -> dict[str, A
         # it hides nothing and adds to nothing, and kernels read no empty tensor
         return {}
     *batch, heads, rows, keys = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
+    if query.dtype == torch.float64 and mask.dtype != torch.bool:
+        table = mask.expand(shape).reshape(-1, *shape[-3:])
+        return {"score_mod": _added_in_float64, "aux_tensors": [table]}
     table = mask.reshape(*batch, heads, rows, keys)
     if any(size != 1 for size in batch):
         table = table.expand(*shape[:-3], heads, rows, keys)
@@ -294,8 +296,6 @@ def _mods_of(mask: Tensor, shape: tuple[int, ...], query: Tensor) -> dict[str, A
         table = table.expand(shape[-1])
     if mask.dtype == torch.bool:
         return {"mask_mod": _visible(table, axes)}
-    if query.dtype == torch.float64:
-        return {"score_mod": _ADDED_IN_FLOAT64[axes], "aux_tensors": [table]}
     return {"score_mod": _added(table, axes)}
 
 
@@ -313,22 +313,10 @@ def _added(table: Tensor, axes: str) -> Callable[..., Tensor]:
     return score_mod
 
 
-def _added_in_float64(axes: str) -> Callable[..., Any]:
+@in_float64
+def _added_in_float64(score: Any, b: Any, h: Any, q: Any, k: Any, aux_tensors: Any) -> Any:
     """A CuTe mod, because lowered ones round scores to Float32."""
-    places = [_AXES.index(x) for x in axes]
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, aux_tensors: Any) -> Any:
-        indices = b, h, q_idx, kv_idx
-        return score[0] + aux_tensors[0][tuple(indices[i][0] for i in places)]
-
-    return in_float64(score_mod)
-
-
-# made once, as Dynamo cannot name a function that it defines itself
-_ADDED_IN_FLOAT64 = {
-    axes: _added_in_float64(axes)
-    for axes in ("".join(compress(_AXES, kept)) for kept in product((0, 1), repeat=len(_AXES)))
-}
+    return score[0] + aux_tensors[0][b[0], h[0], q[0], k[0]]
 
 
 def _places(axes: str, *indices: Tensor) -> tuple[Tensor, ...]:

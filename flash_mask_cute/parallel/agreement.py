@@ -1,11 +1,10 @@
 """Whether all ranks call with the same mask, plan and options.
 
-Sizes of messages follow from these. Ranks with different masks would take messages of other sizes,
-which ends a process or leaves memory unwritten, or compute by different masks.
+Ranks with different masks would take messages of other sizes, which ends a process or leaves memory
+unwritten.
 
 A comparison waits for the device and for the other ranks, so only some calls make it: those with a
-mask that is new to the group, and calls 1, 2, 4, 8, and so on. It covers all earlier calls. So if
-ranks mix up masks that the group has used before, a later call reports it.
+mask that is new to the group, and calls 1, 2, 4, 8, and so on. It covers all earlier calls.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from flash_mask_cute.lowering.watch import is_capturing
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.parallel.messages import Messages, Peers
 from flash_mask_cute.parallel.planning import Plan
-from flash_mask_cute.parallel.routes import version_of
-from flash_mask_cute.parallel.settings import Settings
+from flash_mask_cute.parallel.routes import Settings, version_of
 
 Digests = tuple[int, int]
 _Kept = dict[tuple[Any, ...], Digests]
@@ -40,8 +38,8 @@ _COMPARED = (
 
 @dataclass
 class _Agreed:
-    """Of a group. contents: digests that its ranks have compared. of_masks, without_mask: those of
-    arguments. calls, history: how many there were, and a digest of them, in their order."""
+    """contents: digests that the ranks of a group have compared. of_masks, without_mask: digests by
+    arguments. history: a digest of all calls, in their order."""
 
     contents: set[Digests] = field(default_factory=set)
     of_masks: WeakKeyDictionary[ColumnMask, _Kept] = field(default_factory=WeakKeyDictionary)
@@ -62,9 +60,8 @@ def check_agreement(
     operands: Sequence[Tensor | None],
     device: torch.device,
 ) -> None:
-    """Compare with the other ranks, if this is the first call with these arguments and contents of
-    the mask, or it is time for it. With a new mask it waits for the device; ranks may pass an
-    object again while others pass an equal copy. It is left out in the capture of a CUDA graph.
+    """Compare with the other ranks, if it is time for it or these arguments and contents of the
+    mask are new. A new mask waits for the device. The capture of a CUDA graph makes no comparison.
 
     Raises:
         ValueError: in all ranks; names those that differ.
@@ -96,7 +93,6 @@ def check_agreement(
 def _compare(
     peers: Peers, method: str, own: Digests, agreed: _Agreed, device: torch.device
 ) -> None:
-    """Raise the errors of `check_agreement`. own: the digests of this rank."""
     others = [rank for rank in range(peers.world) if rank != peers.rank]
     numbers = torch.tensor([*own, agreed.history], device=device)
     sent, lengths = dict.fromkeys(others, numbers), dict.fromkeys(others, numbers.numel())
@@ -131,7 +127,7 @@ def _digests(
     mask: ColumnMask | None,
     of_operands: Sequence[object],
 ) -> Digests:
-    """Of the arguments, and of the contents of the mask: numbers of 64 bits."""
+    """64 bits of the arguments, and 64 of the contents of the mask."""
     facts: list[object] = [method, plan.rows, settings, *of_operands]
     contents: Tensor | int = 0
     if mask is not None:

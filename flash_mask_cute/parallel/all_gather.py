@@ -1,5 +1,4 @@
-"""Method "all_gather": the keys that own rows see are brought to them, for one call with all of
-them."""
+"""Method "all_gather": a rank fetches all keys that its rows see, for one call."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from flash_mask_cute.functional import flash_attn_func
 from flash_mask_cute.parallel.key_exchange import KeyMessages, Shard, Sums
 from flash_mask_cute.parallel.messages import Peers
-from flash_mask_cute.parallel.routes import Routes
-from flash_mask_cute.parallel.settings import Settings
+from flash_mask_cute.parallel.routes import Routes, Settings
 
 _WHAT = "method all_gather"
 
@@ -27,7 +25,7 @@ def attend_gathered(
     routes: Routes,
     settings: Settings,
 ) -> Tensor:
-    """Attention of the own rows. One launch of each kernel, for all ranges of rows."""
+    """Attention of the own rows, with one launch of each kernel."""
     k, v = _Gathered.apply(k, v, peers, routes)
     return flash_attn_func(
         q,
@@ -62,7 +60,7 @@ class _Gathered(torch.autograd.Function):
         splits = (x.split(list(routes.receives), 1) for x in (dk, dv))
         parts = {r: Shard(*pair) for r, pair in enumerate(zip(*splits, strict=True))}
         own = parts.pop(peers.rank)
-        # only shapes, dtypes and the device count: the keys themselves are not kept
+        # the keys themselves are not kept
         like = Shard(
             *(x.new_empty(()).expand(x.shape[0], ctx.num_rows, *x.shape[2:]) for x in (dk, dv))
         )

@@ -16,10 +16,9 @@ from flash_mask_cute.parallel.all_gather import attend_gathered
 from flash_mask_cute.parallel.messages import Messages, Peers
 from flash_mask_cute.parallel.planning import Plan, check_plan_mask
 from flash_mask_cute.parallel.ring import attend_in_ring
-from flash_mask_cute.parallel.routes import Band, routes_of
-from flash_mask_cute.parallel.settings import Settings
+from flash_mask_cute.parallel.routes import Band, Settings, routes_of
 from flash_mask_cute.parallel.ulysses import attend_by_heads, check_heads
-from flash_mask_cute.runtime.checks import brief, check_bool
+from flash_mask_cute.runtime.checks import check_bool
 
 Method: TypeAlias = Literal["all_gather", "ring", "ulysses"]
 METHODS: Final = get_args(Method)
@@ -92,12 +91,11 @@ def context_parallel_attention(
     # what attention would refuse after the first message
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}
     window = check_dense(q, k, v, learnable_sink=learnable_sink, window_size=window_size, **options)
-    settings = Settings(softmax_scale, softcap, deterministic, causal, window)
+    settings = Settings(softmax_scale, softcap, deterministic, Band(causal, window))
     if method == "ulysses":
         check_heads(q.shape[2], k.shape[2], peers.world)
     else:
-        band = Band(causal, settings.window)
-        routes = routes_of(mask, band, plan, peers.rank, q.device)
+        routes = routes_of(mask, settings.band, plan, peers.rank, q.device)
     operands = q, k, v, learnable_sink
     check_agreement(peers, method, plan, settings, mask, operands, q.device)
     if learnable_sink is not None:
@@ -132,15 +130,6 @@ def _check(
                 f"{name} must be (batch, rows, heads, head_dim) with the {plan.rows_per_rank} rows "
                 f"of rank {peers.rank}, {plan.rows[peers.rank]}, got shape {tuple(x.shape)}"
             )
-        if x.dtype != q.dtype or x.device != q.device or x.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"{name} must have batch, dtype and device of q: {brief(q)}, got {brief(x)}"
-            )
-    if k.shape[3] != q.shape[3] or v.shape[2] != k.shape[2] or q.shape[2] % max(k.shape[2], 1):
-        raise ValueError(
-            f"q, k and v do not fit each other, got shapes {tuple(q.shape)}, {tuple(k.shape)} and "
-            f"{tuple(v.shape)}"
-        )
     if isinstance(mask, ColumnMask):
         batch, heads = mask.startend_row_indices.shape[:2]
         if batch not in (1, q.shape[0]) or heads not in (1, k.shape[2], q.shape[2]):

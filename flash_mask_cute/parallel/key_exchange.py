@@ -23,25 +23,24 @@ class Shard(NamedTuple):
 
     def elements(self, count: int) -> int:
         """How many elements so many rows have."""
-        return sum(torch.Size(shape).numel() for shape in self.shapes(count))
+        return sum(shape.numel() for shape in self.shapes(count))
 
-    def shapes(self, count: int) -> list[tuple[int, ...]]:
+    def shapes(self, count: int) -> list[torch.Size]:
         """Of so many rows."""
-        return [(x.shape[0], count, *x.shape[2:]) for x in self]
+        return [torch.Size((x.shape[0], count, *x.shape[2:])) for x in self]
 
     def packed(self) -> Tensor:
-        """As one flat tensor, for a message."""
         return torch.cat([x.reshape(-1) for x in self])
 
     def unpacked(self, flat: Tensor, count: int) -> Shard:
         """So many rows of another rank, that it packed."""
         shapes = self.shapes(count)
-        parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+        parts = flat.split([shape.numel() for shape in shapes])
         return Shard(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
 class KeyMessages:
-    """Keys of some ranks for the own rows, or gradients of them for their ranks.
+    """Keys for the rows that see them, or their gradients for the ranks of the keys.
 
     own: messages have its dtypes and shapes. step: None for all ranks at once; else messages go to
     the rank that is `step` further, and come from the one that is `step` back.
@@ -84,7 +83,6 @@ class Arriving(NamedTuple):
     counts: dict[int, int]
 
     def wait(self) -> dict[int, Shard]:
-        """What came from each rank."""
         received = self.messages.wait()
         return {r: self.like.unpacked(received[r], count) for r, count in self.counts.items()}
 
@@ -99,7 +97,6 @@ class Sums:
         )
 
     def add(self, chosen: KeyRows, part: Shard) -> None:
-        """To these of the own rows."""
         for total, x in zip(self._totals, part, strict=True):
             chosen.add(total, x)
 

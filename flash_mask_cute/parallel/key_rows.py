@@ -1,7 +1,6 @@
 """Some rows of a tensor, ascending: taken from it, or summed into it.
 
-Rows that others need of a rank are mostly a few ranges. Copies and sums of ranges run at the speed
-of memory, which those by index do not.
+Rows that others need are mostly a few ranges, whose sums run at the speed of memory.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _MOST_RANGES = 16
 @dataclass(frozen=True)
 class KeyRows:
     """Rows of dimension 1. index: int64, ascending. ranges: the same as (begin, end), None if there
-    are many. is_all: these are all rows there are."""
+    are many."""
 
     index: Tensor
     ranges: tuple[tuple[int, int], ...] | None

@@ -1,8 +1,4 @@
-"""Messages between the ranks of a group.
-
-Sizes are known to both sides, so nothing but the tensors is sent. A message that fails names the
-rank that it came from or went to.
-"""
+"""Messages between the ranks of a group, whose sizes both sides know."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class Peers(NamedTuple):
 
 
 class Messages:
-    """Sends and receives, started when this is made."""
+    """Sends and receives that have started."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Which rows of a sequence each rank holds, so that all have the same work.
 
-Work is counted in visited tiles of BLOCK x BLOCK scores, by the rule that kernels use. A plan
-starts from contiguous ranges, with which few keys travel, and swaps chunks of two ranks as long as
-that makes the slowest rank faster.
+Work is counted in the tiles of BLOCK x BLOCK scores that kernels visit. A plan starts from
+contiguous ranges, with which few keys travel. It swaps chunks of two ranks as long as that makes
+the slowest rank faster.
 """
 
 from __future__ import annotations
@@ -228,11 +228,8 @@ def plan(
 
 
 class VisitedBlocks(NamedTuple):
-    """The tiles that kernels visit, on the CPU.
-
-    cost: float64 (row blocks,), how many there are, summed over the batch and averaged over heads
-    of the mask. seen: bool (row blocks, key blocks), for any batch entry and head.
-    """
+    """The tiles that kernels visit, on the CPU. cost: how many, float64 (row blocks,), summed over
+    the batch and averaged over heads. seen: bool (row blocks, key blocks), in any entry or head."""
 
     cost: Tensor
     seen: Tensor
@@ -339,7 +336,7 @@ class _Assignment(NamedTuple):
 
 
 def _swapped(cost: Tensor, seen: Tensor, world: int, chunks: int) -> _Assignment:
-    """Contiguous ranges of `chunks` chunks for each rank, which are then swapped."""
+    """`chunks` chunks for each rank, which begin as one range and are then swapped."""
     of_rank = len(cost) // world
     # chunk i has as many blocks in all ranks, and is swapped for a chunk of as many only
     cuts = [i * of_rank // chunks for i in range(chunks + 1)]
@@ -375,8 +372,8 @@ def _swapped(cost: Tensor, seen: Tensor, world: int, chunks: int) -> _Assignment
         # of swaps that gain half as much as the best one, that after which fewest keys travel
         enough = (load[slowest] + least) / 2
         order = new_most.flatten().topk(min(_MOST_COMPARED, new_most.numel()), largest=False)
-        likely = order.indices[order.values <= enough].tolist()
-        places = [_place(x, new_most.shape) for x in likely]
+        likely = torch.unravel_index(order.indices[order.values <= enough], new_most.shape)
+        places = zip(*(x.tolist() for x in likely), strict=True)
         i, r, j = min(places, key=lambda x: _travelling(is_seen, is_own, slowest, *x))
         for table in (spans, work, is_own, is_seen):
             mine = table[slowest, i].clone()
@@ -386,13 +383,6 @@ def _swapped(cost: Tensor, seen: Tensor, world: int, chunks: int) -> _Assignment
     imbalance = float(work.sum(1).max()) / mean if mean else 1.0
     ranges = tuple(tuple((int(a), int(b)) for a, b in of_rank) for of_rank in spans.tolist())
     return _Assignment(ranges, imbalance)
-
-
-def _place(number: int, shape: Sequence[int]) -> tuple[int, int, int]:
-    """(i, r, j) of an element of a flat tensor of this shape."""
-    i, rest = divmod(number, shape[1] * shape[2])
-    r, j = divmod(rest, shape[2])
-    return i, r, j
 
 
 def _travelling(is_seen: Tensor, is_own: Tensor, slowest: int, i: int, r: int, j: int) -> int:
@@ -407,7 +397,7 @@ def _travelling(is_seen: Tensor, is_own: Tensor, slowest: int, i: int, r: int, j
 
 
 def _joined(blocks: Iterable[tuple[int, int]]) -> Ranges:
-    """Ranges of rows of ranges of blocks; neighbours are one range."""
+    """Ranges of blocks as ranges of rows; neighbors are one range."""
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(blocks):
         if joined and joined[-1][1] == begin * BLOCK:

@@ -1,12 +1,13 @@
 """Method "ring": the keys of one other rank at a time, and the next ones on their way meanwhile.
 
-In step s a rank holds keys of the rank that is s back, which sent those that are seen here
-directly. Results of the steps are merged by their LSE, and have float32. The backward of a step
-takes LSE and output of the whole row. So it needs no results of the steps, and keys are sent again.
+In step s a rank holds the keys that the rank s back sent it. Results of the steps are merged by
+their LSE, in float32 or wider. The backward of a step takes LSE and output of the whole row. So it
+needs no results of the steps, and keys are sent again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,17 +15,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
-from flash_mask_cute.parallel.key_exchange import Arriving, KeyMessages, Shard, Sums
+from flash_mask_cute.parallel.key_exchange import KeyMessages, Shard, Sums
 from flash_mask_cute.parallel.messages import Peers
-from flash_mask_cute.parallel.routes import Routes
-from flash_mask_cute.parallel.settings import Settings
+from flash_mask_cute.parallel.routes import Routes, Settings
 from flash_mask_cute.serving import flash_attn_combine
 
 _WHAT = "method ring"
 
 
 def attend_in_ring(*arguments: Any) -> Tensor:
-    """Attention of the own rows. arguments: of `_Ring.forward`."""
+    """Attention of the own rows, with the arguments of `_Ring.forward`."""
     return _Ring.apply(*arguments)
 
 
@@ -42,8 +42,9 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
-        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32)
-        for source, keys in _Steps(Shard(k, v), peers, routes):
+        lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide)
+        own = Shard(k, v)
+        for source, keys in _steps(own, KeyMessages(own, peers, routes, _WHAT), peers, routes):
             mask = routes.masks[source]
             if mask is None:
                 continue
@@ -55,6 +56,7 @@ class _Ring(torch.autograd.Function):
                 softcap=settings.softcap,
                 startend_row_indices=mask,
                 out=torch.empty_like(out),
+                lse=torch.empty_like(lse),
             )
             assert part_lse is not None
             out, lse = _merged(out, lse, part, part_lse)
@@ -74,7 +76,7 @@ class _Ring(torch.autograd.Function):
         messages = KeyMessages(own, peers, routes, _WHAT)
         dq = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         sums, returning = Sums(own), []
-        for step, (source, keys) in enumerate(_Steps(own, peers, routes)):
+        for step, (source, keys) in enumerate(_steps(own, messages, peers, routes)):
             mask = routes.masks[source]
             part = keys
             if mask is not None:
@@ -105,23 +107,17 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), *sums.result(), dsink, None, None, None
 
 
-class _Steps:
-    """The keys of each rank, in the order of the steps; those of the next step are on their way."""
-
-    def __init__(self, own: Shard, peers: Peers, routes: Routes) -> None:
-        self._own, self._peers, self._routes = own, peers, routes
-        self._messages = KeyMessages(own, peers, routes, _WHAT)
-
-    def __iter__(self) -> Any:
-        rank, world = self._peers.rank, self._peers.world
-        keys = self._own.rows(self._routes.sends[rank])
-        for step in range(world):
-            following: Arriving | None = None
-            if step + 1 < world:
-                following = self._messages.send_keys(step + 1)
-            yield (rank - step) % world, keys
-            if following is not None:
-                (keys,) = following.wait().values()
+def _steps(
+    own: Shard, messages: KeyMessages, peers: Peers, routes: Routes
+) -> Iterator[tuple[int, Shard]]:
+    """Each rank and its keys, in the order of the steps; those of the next one are on their way."""
+    rank, world = peers.rank, peers.world
+    keys = own.rows(routes.sends[rank])
+    for step in range(1, world):
+        following = messages.send_keys(step)
+        yield (rank - step + 1) % world, keys
+        (keys,) = following.wait().values()
+    yield (rank + 1) % world, keys
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +128,7 @@ def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[T
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """With one more logit of each head, that has no value."""
-    total = torch.logaddexp(lse, sink.float()[:, None])
+    total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
     return out * (lse - total).exp().mT[..., None], total
 
 

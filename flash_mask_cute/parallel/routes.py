@@ -1,7 +1,6 @@
 """Which keys each rank needs of each other one, and the masks of a rank's own rows over them.
 
-All of it follows from the mask and the plan, which every rank has. So both sides of a message know
-its size (`agreement.py` compares what they were given).
+Both sides of a message compute its size from the mask and the plan (`agreement.py` compares these).
 """
 
 from __future__ import annotations
@@ -23,6 +22,15 @@ class Band(NamedTuple):
 
     causal: bool
     window: Window
+
+
+class Settings(NamedTuple):
+    """The options of a call. softmax_scale: None for the default."""
+
+    softmax_scale: float | None
+    softcap: float
+    deterministic: bool
+    band: Band
 
 
 @dataclass(frozen=True)

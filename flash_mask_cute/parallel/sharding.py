@@ -14,7 +14,7 @@ from flash_mask_cute.parallel.planning import Plan, check_plan_mask
 
 
 class Sharding(NamedTuple):
-    """What attention of a model needs to know beside its layer's q, k and v."""
+    """The arguments of `sharded`."""
 
     plan: Plan
     mask: ColumnMask | None

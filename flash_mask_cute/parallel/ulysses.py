@@ -15,15 +15,11 @@ from flash_mask_cute.functional import flash_attn_func
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.parallel.messages import Messages, Peers
 from flash_mask_cute.parallel.planning import Plan
-from flash_mask_cute.parallel.settings import Settings
+from flash_mask_cute.parallel.routes import Settings
 
 
 def check_heads(heads_q: int, heads_kv: int, world: int) -> None:
-    """Refuse heads that ranks cannot have in equal shares.
-
-    Raises:
-        ValueError: naming the heads.
-    """
+    """Raise ValueError for heads that ranks cannot have in equal shares."""
     if heads_q % world or (heads_kv % world and world % heads_kv):
         raise ValueError(
             f"method='ulysses' gives each of {world} ranks as many heads: heads_q must be a "
@@ -57,8 +53,8 @@ def attend_by_heads(
         k,
         v,
         settings.softmax_scale,
-        settings.causal,
-        settings.window,
+        settings.band.causal,
+        settings.band.window,
         learnable_sink,
         settings.softcap,
         deterministic=settings.deterministic,

@@ -1,8 +1,7 @@
 """Which rows of a sequence see which keys, for some rows and some keys of it.
 
-Column intervals, causal masking and windows all hide ranges of rows from a key. Rows of a rank are
-in ascending order. So a range of rows of the whole is a range of the rank's rows, and any set of
-rows and keys has column intervals again, if no key is hidden from more than two ranges.
+A rank's rows are in ascending order. So a range of rows of the whole is a range of these, and any
+set of rows and keys has column intervals again, if no key is hidden from more than two ranges.
 """
 
 from __future__ import annotations
@@ -21,21 +20,15 @@ NO_WINDOW: Window = (None, None)
 
 
 def rows_before(index: Tensor, seqlen: int) -> Tensor:
-    """How many of some rows are before each row of a sequence, int64 (seqlen + 1,).
-
-    index: the rows, int64, ascending.
-    """
+    """How many rows of index (int64) are before each row of a sequence, int64 (seqlen + 1,)."""
     is_chosen = torch.zeros(seqlen + 1, dtype=torch.int64, device=index.device)
     is_chosen[1:].index_fill_(0, index, 1)
     return is_chosen.cumsum(0)
 
 
 class Visibility(NamedTuple):
-    """The ranges of rows that each key is hidden from.
-
-    starts, ends: int64 (batch, heads_mask, seqlen, ranges); a range may be empty, and ranges may
-    overlap.
-    """
+    """The ranges of rows that each key is hidden from, which may be empty and may overlap: int64
+    (batch, heads_mask, seqlen, ranges)."""
 
     starts: Tensor
     ends: Tensor
@@ -48,8 +41,7 @@ class Visibility(NamedTuple):
         seqlen: int,
         device: torch.device | str,
     ) -> Visibility:
-        """Of self-attention over seqlen tokens. window: sides as in `flash_attn_func`, None if
-        open."""
+        """Of self-attention over seqlen tokens."""
         key = torch.arange(seqlen, device=device)
         zero, end = torch.zeros_like(key), torch.full_like(key, seqlen)
         ranges: list[tuple[Tensor, Tensor]] = []
@@ -93,11 +85,11 @@ class Visibility(NamedTuple):
         return (num_hidden < num_rows).flatten(0, 1).any(0)
 
     def fits(self, num_rows: int) -> bool:
-        """Whether column intervals hold it: no key is hidden from more than two separate ranges."""
+        """Whether no key is hidden from more than two separate ranges."""
         return self._vectors(num_rows) is not None
 
     def mask(self, num_rows: int) -> ColumnMask:
-        """As column intervals, which must hold it."""
+        """As column intervals, if it fits."""
         vectors = self._vectors(num_rows)
         assert vectors is not None
         return ColumnMask(vectors, False, documents=False, seqlen_q=num_rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,7 +27,7 @@ REFUSED = {
     "sinks": "a sink for each query",
     "head_mask": "a factor for each head",
 }
-_linears: WeakKeyDictionary[torch.nn.Module, Callable[[], torch.nn.Linear | None]]
+_linears: WeakKeyDictionary[torch.nn.Module, weakref.ref[torch.nn.Linear] | None]
 _linears = WeakKeyDictionary()
 _collector: Any = getattr(output_capturing, "_active_collector", None)
 _SHARDED_LAYERS = "full_attention", "sliding_attention"
@@ -36,8 +35,7 @@ Shape = tuple[int, int, int, int]
 
 
 class Packed(NamedTuple):
-    """Documents of a packed row: cu_seqlens (documents + 1,) and the longest documents, if known,
-    of queries and of keys."""
+    """Documents of a packed row. cu_seqlens_*: (documents + 1,)."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -225,8 +223,7 @@ def _for_sdpa(
 
 
 def _are_collected() -> bool:
-    """Whether output_attentions=True was given to a model that collects what layers return, and
-    does not pass the argument on. transformers keeps the collection where nothing public looks."""
+    """Whether output_attentions=True was given to a model that does not pass the argument on."""
     if _collector is None:
         return False
     # in compiled code it is a global variable
@@ -256,7 +253,6 @@ def _refuse(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> 
 
 
 def _chosen(module: torch.nn.Module, block_indices: Tensor, is_packed: bool) -> SelectedBlocks:
-    """The blocks of keys that a module's indexer selected."""
     block_size = getattr(getattr(module, "indexer", None), "block_size", None)
     if block_size is None:
         raise NotImplementedError(
@@ -272,7 +268,6 @@ def _chosen(module: torch.nn.Module, block_indices: Tensor, is_packed: bool) -> 
 
 
 def _refuse_in_shards(module: torch.nn.Module, given: dict[str, Tensor | None]) -> None:
-    """Refuse tensors of own rows, and layers that see other than all or a sliding window."""
     for name, value in given.items():
         if value is not None:
             raise NotImplementedError(
@@ -291,11 +286,8 @@ def _refuse_in_shards(module: torch.nn.Module, given: dict[str, Tensor | None]) 
 def _dtype_of(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
 ) -> torch.dtype | None:
-    """The dtype to compute in if it is not that of the tensors.
-
-    Norms in float32, as PEFT keeps them, or rotary embeddings in it, give queries and keys of
-    another dtype than the model's: that of its weights, or of autocast.
-    """
+    """The dtype of the model's weights or of autocast, if the tensors may be of another one. Norms
+    and rotary embeddings in float32, as PEFT keeps them, make them so."""
     is_mixed = not query.dtype == key.dtype == value.dtype
     if query.dtype != torch.float32 and not is_mixed:
         return None
@@ -312,21 +304,17 @@ def _dtype_of(
 
 
 def _first_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The first linear layer inside, looked for once; its dtype changes with `module.to`."""
+    """The first linear layer inside. It is kept, and not its dtype, which `module.to` changes."""
     is_compiling = torch.compiler.is_compiling()
-    kept = None if is_compiling else _linears.get(module)
-    if kept is not None:
-        layer = kept()
-        if layer is not None or kept is _no_layer:
+    if not is_compiling and module in _linears:
+        kept = _linears[module]
+        layer = None if kept is None else kept()
+        if kept is None or layer is not None:
             return layer
     layer = next((x for x in module.modules() if isinstance(x, torch.nn.Linear)), None)
     if not is_compiling:
-        _linears[module] = _no_layer if layer is None else weakref.ref(layer)
+        _linears[module] = None if layer is None else weakref.ref(layer)
     return layer
-
-
-def _no_layer() -> None:
-    return None
 
 
 def _fitted(table: Tensor, name: str, shape: Shape) -> Tensor:
@@ -401,7 +389,7 @@ def _of_mask(mask: AttentionMask) -> dict[str, Any]:
     found = mask.found
     if found.window is not None:
         left, right = found.window
-        # a side of 0 by another name, by which tiles are selected
+        # tiles are selected by this name of a side of 0
         causal = right == 0
         return {"causal": causal, "window_size": (left, None if causal else right)}
     if found.columns is not None:
@@ -422,7 +410,7 @@ def _mods() -> Any:
 
 
 def _adding(bias: Tensor, shape: Shape) -> tuple[Any, Tensor]:
-    """The mod that adds a table, and the table as it reads it."""
+    """A mod, and the table that it adds."""
     mods = _mods()
     mod = mods.added_alike if bias.shape[0] == 1 else mods.added
     return mod, bias.expand(-1, *shape[1:])
@@ -431,7 +419,7 @@ def _adding(bias: Tensor, shape: Shape) -> tuple[Any, Tensor]:
 def _of_table(
     table: Tensor, shape: Shape, packed: Packed | None, bias: Tensor | None
 ) -> dict[str, Any]:
-    """A dense mask and all that is said besides."""
+    """A dense mask joined with documents and a bias."""
     shown = None if packed is None else packed.same_document(*shape[2:])
     if table.dtype == torch.bool:
         shown = table if shown is None else table & shown

@@ -1,9 +1,8 @@
-"""The mask half: what transformers says about a mask, as arguments of attention.
+"""The mask half: the mask functions of transformers as arguments of attention.
 
-transformers composes a mask function of indices (causal, sliding, chunked, packed, overlays) and
-gives it to the mask half with the padding and with offsets of a cache. No (queries, keys) mask is
-made of it: it becomes a window, column intervals, or a mask_mod, once for all layers that share the
-mask. For one query it is evaluated for all keys, with a few small operators and without a wait.
+A function (causal, sliding, chunked, packed, overlays) becomes a window, column intervals, or a
+mask_mod, once for all layers that share the mask. For one query it is evaluated for all keys, with
+a few small operators and without a wait.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from flash_mask_cute.parallel.sharding import current_sharding
 
 MaskFunction = Callable[..., Any]
 MOST_DENSE = 1 << 31  # elements of a dense mask, a byte each
-# Models with layers that join a mask with their own, and leave out a `BlockMask` without a word:
-# they get tensors.
+# Models with layers that join a mask with their own, and leave out a `BlockMask` without a word.
 _TAKE_TENSORS = ("doge",)
 _NO_TENSOR = (
     "masks of flash_mask_cute are no tensors, and this model computes with its mask; load it with "
@@ -44,10 +42,9 @@ _NOT_GENERATED = (
 class Found(NamedTuple):
     """A mask as arguments of attention.
 
-    form: in words. window: window_size. columns: startend_row_indices. left: how many keys before
-    its own a query sees of columns, None for all. mask_mod: a torch function. row: (batch, 1, 1,
-    keys), what the only query sees. used: the keys of each batch entry that it may see, int32
-    (batch,), in a cache that is longer.
+    form: in words. left: how many keys before its own a query sees of columns, None for all. row:
+    (batch, 1, 1, keys), what the only query sees. used: the keys of each batch entry that it may
+    see, int32 (batch,), in a cache that is longer.
     """
 
     form: str
@@ -66,9 +63,8 @@ class _NoTensorError(NotImplementedError, AttributeError):
 class AttentionMask(BlockMask):
     """A mask of transformers, as the attention half takes it.
 
-    It is a `BlockMask` only because transformers passes nothing else on to the layers, and has none
-    of its lists. shape: (batch, 1, queries, keys). form: what it became, in words. A model that
-    computes with its mask, as with a tensor, gets an error.
+    It is a `BlockMask` without lists, because transformers passes nothing else on to the layers.
+    shape: (batch, 1, queries, keys). A model that computes with its mask gets an error.
     """
 
     _refusal = _NO_TENSOR
@@ -80,7 +76,7 @@ class AttentionMask(BlockMask):
         found: Found,
         device: torch.device,
     ) -> None:
-        # not that of BlockMask, which wants lists
+        # BlockMask.__init__ wants lists
         self.seq_lengths = shape[2:]
         self.found = found
         self.device = device
@@ -130,7 +126,7 @@ class AttentionMask(BlockMask):
         count = max(end - first, 0)
         if count == num_rows:
             return self
-        function = placed(self._function, None, first, 0)
+        function = _placed(self._function, first, 0)
         found = find_form(function, batch, (count, num_keys), self.device)
         return AttentionMask((batch, heads, count, num_keys), function, found, self.device)
 
@@ -268,7 +264,7 @@ class CallersMask(AttentionMask):
 
 
 class CallersMasks(dict[str, AttentionMask]):
-    """Those of a model with several kinds of layers, by their kind."""
+    """By the kind of layers."""
 
     @property
     def shape(self) -> NoReturn:
@@ -335,20 +331,17 @@ def make_mask(
     if isinstance(q_offset, Tensor) and not is_row:
         # a static cache moves it in place, and other rows and functions are read after that
         q_offset = q_offset.clone()
-    function = placed(mask_function, padding, q_offset, kv_offset)
-    unpadded, shown = function, None
-    if padding is not None:
-        # a slice of the padding is cheaper than what reads it by indices
-        unpadded = placed(mask_function, None, q_offset, kv_offset)
-        shown = padding[:, kv_offset : kv_offset + kv_length]
+    unpadded = _placed(mask_function, q_offset, kv_offset)
+    shown = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
+    function = unpadded if shown is None else _padded(unpadded, shown)
     if is_row:
         found = _find_row(unpadded, shown, batch_size, kv_length, device)
         if isinstance(q_offset, Tensor):
             found = _with_used(found)
     else:
         lengths = q_length, kv_length
-        padded = None if shown is None else _find_padded_window(unpadded, shown, lengths, device)
-        found = padded or find_form(function, batch_size, lengths, device)
+        window = None if shown is None else _find_padded_window(unpadded, shown, lengths, device)
+        found = window or find_form(function, batch_size, lengths, device)
     mask = AttentionMask(shape, function, found, device)
     kinds = getattr(others.get("config"), "layer_types", None) or ()
     if "linear_attention" in kinds and q_length == kv_length and not isinstance(q_offset, Tensor):
@@ -365,32 +358,24 @@ def make_mask(
     return mask
 
 
-def placed(
-    function: MaskFunction, padding: Tensor | None, q_offset: int | Tensor, kv_offset: int
-) -> MaskFunction:
-    """A mask function of places in the whole sequence, and the padding there, as one of rows and
-    keys of a call."""
-    is_at_start = isinstance(q_offset, int) and q_offset == kv_offset == 0
-    if padding is None:
-        if is_at_start:
-            return function
+def _placed(function: MaskFunction, q_offset: int | Tensor, kv_offset: int) -> MaskFunction:
+    """A mask function of places in the whole sequence as one of rows and keys of a call."""
+    if isinstance(q_offset, int) and q_offset == kv_offset == 0:
+        return function
 
-        def shifted(b: Any, h: Any, q: Any, k: Any) -> Any:
-            return function(b, h, q + q_offset, k + kv_offset)
+    def shifted(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return function(b, h, q + q_offset, k + kv_offset)
 
-        return shifted
-    if is_at_start:
+    return shifted
 
-        def padded(b: Any, h: Any, q: Any, k: Any) -> Any:
-            return function(b, h, q, k) & padding[b, k]
 
-        return padded
+def _padded(function: MaskFunction, shown: Tensor) -> MaskFunction:
+    """shown: (batch, keys), False for padding."""
 
-    def shifted_and_padded(b: Any, h: Any, q: Any, k: Any) -> Any:
-        k = k + kv_offset
-        return function(b, h, q + q_offset, k) & padding[b, k]
+    def padded(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return function(b, h, q, k) & shown[b, k]
 
-    return shifted_and_padded
+    return padded
 
 
 def _find_row(
@@ -400,7 +385,7 @@ def _find_row(
     num_keys: int,
     device: torch.device,
 ) -> Found:
-    """What the only query of a decoding step sees. padding: (batch, num_keys)."""
+    """padding: (batch, num_keys)."""
     places = torch.arange(max(batch, num_keys), device=device)
     b, k = places[:batch, None, None, None], places[:num_keys]
     zero = places[:1, None, None, None]

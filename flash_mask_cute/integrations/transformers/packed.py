@@ -2,8 +2,8 @@
 
 transformers joins a mask function with `packed_sequence_mask_function`, and from 5.24 on counts
 its places in each document (`remap_positions_for_packed_sequence`). The general search for
-intervals takes milliseconds of host time for this. Here the parts are taken out of the closures.
-What they hold is checked on the device, so that other contents go through the general search.
+intervals takes milliseconds of host time for this, so the parts are taken out of the closures.
+Contents that no documents have go through the general search.
 """
 
 from __future__ import annotations

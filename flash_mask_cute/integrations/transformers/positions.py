@@ -1,7 +1,6 @@
 """A warning for packed documents that a mask does not separate.
 
-transformers reads documents from position_ids only without a cache. With `use_cache=True`, the
-default, a packed batch without attention_mask is one sequence: documents see each other.
+With `use_cache=True`, the default, transformers reads no documents from position_ids.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _said: list[bool] = []
 def watch_positions(mask: AttentionMask, position_ids: Tensor | None) -> None:
     """Warn once if position_ids (batch or 1, queries) begin anew below a mask that is a window.
 
-    It looks at each mask once, and at none inside torch.compile. For tensors on a GPU it does not
-    wait: a later layer or call reads the answer and warns.
+    It looks at each mask once, and not inside torch.compile. It does not wait for a GPU: a later
+    layer or call reads the answer and warns.
     """
     if _said or torch.compiler.is_compiling():
         return

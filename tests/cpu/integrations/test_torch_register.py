@@ -36,8 +36,7 @@ def is_overridden(name: str) -> bool:
 
 @needs_registry
 def test_torch_activates_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a torch without CUDA no operator has a kernel but ours; on one with CUDA the kernel that
-    is there is another one in between."""
+    """With and without a kernel that is there before."""
     operators = [name for name in aten_flash.OPERATORS if aten_flash._operator(name) is not None]
     assert len(operators) >= 4
 
@@ -115,8 +114,8 @@ def changed(name: str, change: Callable[[list[Argument]], list[Argument]]) -> An
             lambda x: [*x, Argument("softcap", True)],
             "argument softcap, which is not known",
         ),
-        (BACKWARD, lambda x: [x[1], x[0], *x[2:]], "has other arguments: query, grad_out, key"),
-        (BACKWARD, lambda x: x[1:], "has other arguments: query, key"),
+        (FORWARD, lambda x: x[1:], "has no argument query"),
+        (BACKWARD, lambda x: x[1:], "has no argument grad_out"),
     ],
 )
 def test_a_torch_with_other_operators(
