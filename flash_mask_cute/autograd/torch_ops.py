@@ -172,8 +172,7 @@ def to_operator(
 ) -> tuple[Any, ...]:
     """A call as the arguments of an operator, in the order of `_ARGUMENTS`.
 
-    batch: number of sequences, if the operator packs the documents of its mask. wants_max: the
-    forward also returns the largest score of each row.
+    batch: number of sequences, if the operator packs the documents of its mask.
     """
     masks, own, options = call.masks or NO_MASKS, call.backward, call.options
     # torch would make a bool of any number
@@ -438,11 +437,8 @@ def _argument(name: str, arguments: Iterable[Any]) -> Any:
 
 
 def _computes(q: Tensor) -> bool:
-    """Whether an operator with this q computes, and does not only say shapes.
-
-    With a meta tensor beside others torch calls what says shapes. It would return memory that
-    nobody wrote, where the call itself refuses the tensor by name.
-    """
+    """Whether a fake operator has to compute: torch calls it for a meta tensor beside others, which
+    the call itself refuses by name."""
     return type(q) is Tensor and not q.is_meta
 
 
@@ -492,8 +488,8 @@ def _attention_bwd(
 
 
 def _split_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], Any, Sequence[Any]]:
-    """What a backward gets after q, k, v and sink: results and their gradients by name, the indices
-    of wanted aux gradients, and the arguments of the call."""
+    """Results and their gradients by name, the indices of wanted aux gradients, and the arguments
+    of the call."""
     count = len(_RESULTS)
     results = dict(zip(_RESULTS, arguments[:count], strict=True))
     return results, arguments[count], arguments[count + 1 :]

@@ -82,12 +82,8 @@ class Messages:
                 raise RuntimeError(self._failed(self._ranks)) from error
 
     def wait(self) -> dict[int, Tensor]:
-        """What was received, flat.
-
-        Raises:
-            RuntimeError: a rank failed, or did not answer within the timeout of the group; the
-                message names it.
-        """
+        """What was received, flat. Raises RuntimeError that names a rank which failed, or did not
+        answer within the timeout of the group."""
         # NCCL has one piece of work for all of them
         is_each = len(self._works) == len(self._ranks)
         for i, work in enumerate(self._works):
