@@ -24,7 +24,7 @@ KINDS = (
 TRAINING = ("host_train", "host_step")
 # Masks that a kernel can be asked for by flags and lengths.
 NATIVE = ("full", "causal", "sliding_window", "varlen_causal")
-MASKS = (*masks.MASKS, *masks.STATIC_MASKS, *masks.MODEL_MASKS, "varlen_causal")
+MASKS = (*masks.MASKS, *masks.STATIC_MASKS, "varlen_causal")
 FORMS = ("native", "columns", "mask_mod", "mask_mod_alone")
 DTYPES = ("bfloat16", "float16")
 SWEPT = ("causal_document", "share_question", "document")
@@ -361,28 +361,6 @@ def _cudnn_table() -> Iterator[BenchCase]:
             yield _cudnn(case_name, name, width, n, kind="prep", tokens=n)
 
 
-def _models() -> Iterator[BenchCase]:
-    """Masks of newer models: a tree of roll-outs that share prefixes, images in text, and block
-    diffusion."""
-    for size, n in cudnn_cases.SIZES.items():
-        for mask in ("tree_dfs", *masks.MODEL_MASKS):
-            for is_backward, kind in WAYS.items():
-                name = f"{'bwd-' if is_backward else ''}model-d128-{size}-{mask}"
-                yield _case(
-                    name, mask, 128, n, form="columns", draw=_model_draw(mask, n), kind=kind
-                )
-
-
-def _model_draw(mask: str, n: int) -> Draw | None:
-    """Nodes of a tree; or images of about 576 tokens, each after twice as much text."""
-    if mask == "block_diffusion":
-        return None
-    if mask == "tree_dfs":
-        return cudnn_cases.draw(mask, n)
-    lengths = masks.split(n, round(n / 1728), random.Random(cudnn_cases.SEED), 0.2)
-    return Draw(tuple((length - length // 3, length // 3) for length in lengths))
-
-
 _ALL = (
     *(_dense(128, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
     *(_dense(64, mask, n) for mask in ("full", "causal") for n in (8192, 32768)),
@@ -428,7 +406,6 @@ _ALL = (
     *_memory_backwards(),
     *_everyday(),
     *_cudnn_table(),
-    *_models(),
     *_wide(),
 )
 CASES: dict[str, BenchCase] = {case.name: case for case in _ALL}

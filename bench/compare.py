@@ -22,17 +22,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import Any
 
 from bench import ROOT, Json, measure, say, timing, why_no_gpu
 from bench.cases import CASES, BenchCase, select
 from bench.flops import tflops
 from bench.history import PACKAGE, environment, unpacked
+from bench.peers import Call
 
 HERE = "here"
 KINDS = ("attention", "backward")
@@ -42,19 +42,6 @@ PROGRAM = "import sys; from bench.compare import serve; serve(sys.argv[1])"
 
 class Failed(Exception):
     """A side could not do what it was asked."""
-
-
-class Process(Protocol):
-    """A process of a side, which can be timed."""
-
-    def prepare(self, name: str) -> None:
-        """Make inputs, compile, pass the gate; returns at once. A failure is told by `first`."""
-
-    def first(self, least: int) -> float:
-        """Wait until it is prepared; milliseconds of a call. Raises Failed."""
-
-    def burst(self, count: int, untimed: int) -> float:
-        """Milliseconds a call, over `count` calls after untimed ones. Raises Failed."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +87,7 @@ class Comparison:
 
 
 def compare(
-    name: str, sides: Mapping[str, Sequence[Process]], rounds: int, burst_s: float, least: int
+    name: str, sides: Mapping[str, Sequence[Child]], rounds: int, burst_s: float, least: int
 ) -> Comparison:
     """Time a case on all sides in turns. Raises Failed."""
     # neighbours in a round are of different sides; all have as many processes
@@ -139,12 +126,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._child.kill()
         self._child.communicate()
 
@@ -168,54 +150,18 @@ class Child:
         return milliseconds
 
     def prepare(self, name: str) -> None:
+        """Make inputs, compile, pass the gate; returns at once. A failure is told by `first`."""
         self._ask(prepare=name)
 
     def first(self, least: int) -> float:
+        """Wait until it is prepared; milliseconds of a call. Raises Failed."""
         self._answer()
         return self.burst(least, min(2, least))
 
     def burst(self, count: int, untimed: int) -> float:
+        """Milliseconds a call, over `count` calls after untimed ones. Raises Failed."""
         self._ask(burst=[count, untimed])
         return self._answer()
-
-
-class Server:
-    """What such a process does. prepare: makes a ready call of a case, that passed its gate."""
-
-    def __init__(self, prepare: Callable[[BenchCase], Callable[[], Any]]) -> None:
-        self._prepare = prepare
-        self._call: Callable[[], Any] | None = None
-
-    def answer(self, question: Json) -> Json:
-        try:
-            if "prepare" in question:
-                self._call = None  # before the next case needs its memory
-                self._call = self._prepare(CASES[question["prepare"]])
-                return {"ms": 0.0}
-            if self._call is None:
-                return {"error": "no case is prepared"}
-            return {"ms": timing.burst(self._call, *question["burst"])}
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
-
-    def run(self, questions: IO[str], answers: IO[str]) -> None:
-        for line in questions:
-            answers.write(json.dumps(self.answer(json.loads(line))) + "\n")
-            answers.flush()
-
-
-def admitting(seed: int, gate_rows: int) -> Callable[[BenchCase], Callable[[], Any]]:
-    """`Server`'s prepare: ours alone, on inputs of `seed`."""
-    options = measure.Options(
-        (), ("ours",), 0, 0, 0.0, 0.0, 0.0, 0.0, seed, "", "", "", gate_rows=gate_rows
-    )
-    inputs = measure.Inputs()
-
-    def prepare(case: BenchCase) -> Callable[[], Any]:
-        calls, _ = measure.admit(case, options, inputs)
-        return calls["ours"]
-
-    return prepare
 
 
 def serve(told: str) -> None:
@@ -226,8 +172,25 @@ def serve(told: str) -> None:
     package = __import__(PACKAGE)
     if not Path(str(package.__file__)).is_relative_to(options["folder"]):
         raise ImportError(f"{PACKAGE} of {options['folder']} was wanted, not {package.__file__}")
-    server = Server(admitting(options["seed"], options["gate_rows"]))
-    server.run(sys.stdin, answers)
+    of_ours = measure.Options(("ours",), options["seed"], gate_rows=options["gate_rows"])
+    inputs = measure.Inputs()
+    call: Call | None = None
+    for line in sys.stdin:
+        question: Json = json.loads(line)
+        answer: Json = {"ms": 0.0}
+        try:
+            if "prepare" in question:
+                call = None  # before the next case needs its memory
+                calls, _ = measure.admit(CASES[question["prepare"]], of_ours, inputs)
+                call = calls.pop("ours")
+            elif call is None:
+                answer = {"error": "no case is prepared"}
+            else:
+                answer["ms"] = timing.burst(call, *question["burst"])
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -262,32 +225,34 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def compare_all(
-    names: Sequence[str],
-    launch: Callable[[], AbstractContextManager[Mapping[str, Sequence[Process]]]],
-    rounds: int,
-    burst_s: float,
-    limit: float,
-) -> bool:
-    """Whether no case is slower than a base by more than `limit`; a line is said for each.
+def compare_all(args: argparse.Namespace, folders: Mapping[str, Path]) -> bool:
+    """Whether no case is slower than a base by more than --limit; a line is said for each.
 
-    launch: starts all sides. They are started again after a failure, since an error of the device
-    stays with its process.
+    All sides are started again after a failure, since an error of the device stays with its
+    process.
     """
-    left, good = list(names), True
+    left, good = list(args.names), True
     while left:
-        with launch() as sides:
+        with ExitStack() as running:
+            sides = {
+                side: [
+                    running.enter_context(Child(side, folder, args.seed, args.gate_rows))
+                    for _ in range(args.processes)
+                ]
+                for side, folder in folders.items()
+            }
             while left:
                 name, begin = left.pop(0), time.monotonic()
                 try:
-                    found = compare(name, sides, rounds, burst_s, least_calls(CASES[name]))
+                    least = least_calls(CASES[name])
+                    found = compare(name, sides, args.repeats, args.burst, least)
                 except Failed as failure:
                     good = False
                     say(f"{name}: {failure}")
                     break
                 for base in found.bases:
-                    good &= found.ratio(base) <= 1 + limit
-                    say(f"{found.line(base, limit)} ({time.monotonic() - begin:.0f} s)")
+                    good &= found.ratio(base) <= 1 + args.limit
+                    say(f"{found.line(base, args.limit)} ({time.monotonic() - begin:.0f} s)")
     return good
 
 
@@ -299,18 +264,6 @@ def least_calls(case: BenchCase) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     folders = {HERE: ROOT}
-
-    @contextmanager
-    def launch() -> Iterator[Mapping[str, Sequence[Process]]]:
-        with ExitStack() as running:
-            yield {
-                side: [
-                    running.enter_context(Child(side, folder, args.seed, args.gate_rows))
-                    for _ in range(args.processes)
-                ]
-                for side, folder in folders.items()
-            }
-
     with ExitStack() as unpacking:
         try:
             for ref in args.base:
@@ -321,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reason := why_no_gpu("bench.compare"):
             say(reason)
             return 2
-        return int(not compare_all(args.names, launch, args.repeats, args.burst, args.limit))
+        return int(not compare_all(args, folders))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench import Json, commit_here, runner, timing, versions
@@ -408,40 +407,8 @@ def sdpa(run: Run, p: Problem) -> Iterator[Attempt]:
         yield Attempt(f"sdpa:{name}", functools.partial(call, backend=backend))
 
 
-def flex(run: Run, p: Problem) -> Iterator[Attempt]:
-    case = p.case
-    if run.is_dry or case.mask.startswith("sink") or run.left() < 30:
-        return
-    config: Any = torch._dynamo.config
-    config.recompile_limit = 64
-    compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
-    lengths, queries, seen = p.full, case.queries, p.visible(case.queries)
-
-    def causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return k_idx <= lengths[b] - queries + q_idx
-
-    def blocks(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return k_idx // 128 % 4 != 3
-
-    def tree(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        first = lengths[b] - queries
-        return (k_idx < first) | seen[q_idx, (k_idx - first).clamp(min=0)]
-
-    mods: dict[str, Any] = {"causal": causal, "tree": tree, "blocks": blocks, "mod": blocks}
-    mask = None
-    if case.mask in mods and (case.mask != "causal" or p.used is not None or queries > 1):
-        sizes = case.batch, None, queries, case.most_keys
-        mask = torch_flex.create_block_mask(mods[case.mask], *sizes, device=p.device)
-
-    def call(k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (p.q, k, v))
-        return compiled(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
-
-    yield Attempt("flex", call)
-
-
 PEERS: dict[str, Callable[[Run, Problem], Iterator[Attempt]]] = {
-    "ours": ours, "fp8": fp8, "fa4": fa4, "sdpa": sdpa, "flex": flex, "fa3": fa3,
+    "ours": ours, "fp8": fp8, "fa4": fa4, "sdpa": sdpa, "fa3": fa3,
 }  # fmt: skip
 
 

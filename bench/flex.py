@@ -32,7 +32,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention import flex_attention as torch_flex
 
 import flash_mask_cute
-from bench import Json, runner, timing
+from bench import Json, commit_here, runner, timing
 from bench.flex_mods import BY_NAME, NAMED, OTHERS, Sizes
 from bench.oracle import attend
 from bench.runner import Ratio, Run, Table
@@ -180,14 +180,28 @@ def ready_calls(problem: Problem) -> tuple[Calls, list[str]]:
     return calls, remarks
 
 
-def compile_calls(case: Case, peers: Sequence[str]) -> None:
+def done(run: Run, cases: Sequence[Case]) -> set[str]:
+    """Cases that kept rows of this commit hold."""
+    kept = runner.rows_in([run.given.out, *run.given.resume])
+    return {row["case"] for row in kept if row["commit"] == commit_here()}
+
+
+def hands(run: Run, cases: Sequence[Case]) -> list[list[Any]]:
+    """torch's compiler takes the longer, so it has jobs of its own."""
+    named = [case.name for case in cases if case.kind == "attention"]
+    jobs = [(name, peers) for name in named for peers in (("torch",), ("ours", "own"))]
+    return [jobs[first :: run.given.ahead] for first in range(run.given.ahead)]
+
+
+def compile_calls(run: Run, job: Any) -> None:
     """What `ready_calls` compiles for these peers."""
-    if case.kind == "attention":
-        problem = Problem(case, "cuda", torch.bfloat16)
-        for peer in peers:
-            call = problem.call_of(peer)
-            torch.no_grad()(call)()
-            problem.gradients(call())()
+    name, peers = job
+    (case,) = (case for case in all_cases() if case.name == name)
+    problem = Problem(case, run.device, run.dtype)
+    for peer in peers:
+        call = problem.call_of(peer)
+        torch.no_grad()(call)()
+        problem.gradients(call())()
 
 
 def measure(case: Case, run: Run) -> list[Json]:
@@ -270,8 +284,7 @@ TABLE = Table(
         Ratio(f"{a} / {b}", (f"{a}_{unit}",), f"{b}_{unit}")
         for unit in ("ms", "us") for a, b in (("torch", "ours"), ("ours", "own"))
     ),
-    # torch's compiler takes the longer
-    isolated=runner.Isolated(compile_calls, (("torch",), ("ours", "own"))),
+    isolated=runner.Isolated(hands, compile_calls, done),
 )  # fmt: skip
 
 if __name__ == "__main__":

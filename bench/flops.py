@@ -12,12 +12,13 @@ arithmetic on numpy arrays and shares nothing with the package that it measures.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from bench.cases import CASES, BenchCase
+from bench.cases import BenchCase
 from bench.masks import BoolArray, IntArray, Mask
 
 TILE = 128
@@ -117,10 +118,10 @@ def tflops(case: BenchCase, milliseconds: float) -> float:
     return attention_flops(case) / milliseconds / 1e9
 
 
-def listing() -> str:
-    """One line for each case."""
+def listing(cases: Sequence[BenchCase]) -> str:
+    """One line for each."""
     lines = []
-    for case in CASES.values():
+    for case in cases:
         length = f"{case.n}/{case.n_k}" if case.n_k else str(case.n)
         shape = f"{case.kind:15} {case.mask:21} d {case.d:3}/{case.d_v:3} n {length:>10}"
         heads = f"batch {case.batch:3} heads {case.heads:2}/{case.heads_kv:2} {case.dtype}"

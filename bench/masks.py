@@ -1,5 +1,4 @@
-"""The twelve masks of the FlashMask paper, five of cuDNN's benchmark, and two of newer models, each
-said twice.
+"""The twelve masks of the FlashMask paper and five of cuDNN's benchmark, each said twice.
 
 `Mask.sees` is the definition: a comparison of a query with a key, written with operators that numpy
 arrays, torch tensors and vectors of the CuTe DSL share, so the correctness gate and the peers'
@@ -8,8 +7,7 @@ test holds the two against each other. Nothing here comes from the package that 
 
 Documents are drawn as appendix A.5.2 of the paper (arXiv 2410.01359) says; what it leaves open was
 set to the operation counts of its Tables 4 to 6. STATIC_MASKS are what the benchmark of
-`cudnn.flex_attention` (nvidia-cudnn-frontend 1.32) has besides, and MODEL_MASKS those of models
-that see images as wholes, and of block diffusion. numpy only.
+`cudnn.flex_attention` (nvidia-cudnn-frontend 1.32) has besides. numpy only.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ Definition = Callable[[Any, Any, At], Any]
 GLOBAL_TOKENS = 16
 # First keys that all later queries see, in sink_window.
 SINK_TOKENS = 4
-# Tokens of a block of block_diffusion.
-DIFFUSION_BLOCK = 32
 # Tokens at equal distances that see all and are seen by all, in longformer_window.
 SPREAD_TOKENS = 8
 # Uniform lengths of 1 -+ 0.6 means vary by 0.35, as the paper's operation counts imply.
@@ -56,8 +52,7 @@ class Draw(NamedTuple):
     """What was drawn for one sequence.
 
     documents: for each document the lengths of its question and of its answers; of hstu, of its
-        context and its targets; of image_blocks, of a text and the image after it; of a tree, each
-        of its nodes, in the order of their tokens.
+        context and its targets; of a tree, each of its nodes, in the order of their tokens.
     dropped: token ranges [begin, end) of qk_sparse.
     seed: of random_eviction.
     """
@@ -109,29 +104,6 @@ class Mask:
     def visible_rows(self) -> tuple[IntArray, IntArray]:
         """First and end rows (n, intervals) that see each key: the gaps between hidden ones."""
         return gaps(*self.hidden_rows(), self.n)
-
-
-class TreePaths(NamedTuple):
-    """Of a tree whose nodes stand depth first. starts: where nodes begin, and n. tokens: of each
-    node in turn, those of its path from the root through itself. path_starts: where paths begin
-    there, and their sum."""
-
-    starts: IntArray
-    tokens: IntArray
-    path_starts: IntArray
-
-
-def tree_paths(mask: Mask) -> TreePaths:
-    """What attention reads that copies the keys of paths; of a mask tree_dfs."""
-    node = mask.tables["document"]
-    starts = np.flatnonzero(np.diff(node, prepend=-1, append=node[-1] + 1))
-    # a path has the tokens before the end of its node that are still seen at its first row
-    paths = [
-        np.flatnonzero(mask.hidden[:end, 0] > begin)
-        for begin, end in zip(starts, starts[1:], strict=False)
-    ]
-    path_starts = np.cumsum([0, *map(len, paths)])
-    return TreePaths(starts, np.concatenate(paths), path_starts)
 
 
 def gaps(begins: IntArray, ends: IntArray, n: int) -> tuple[IntArray, IntArray]:
@@ -219,19 +191,6 @@ def _hstu(q: Any, k: Any, at: At) -> Any:
     return _causal_document(q, k, at) & ((at("part", k) == 0) | (q == k))
 
 
-def _image_blocks(q: Any, k: Any, at: At) -> Any:
-    """Text is causal, and a token of an image sees all of it."""
-    is_image = (at("part", q) == 1) & (at("part", k) == 1)
-    return (k <= q) | (is_image & (at("document", q) == at("document", k)))
-
-
-def _block_diffusion(q: Any, k: Any, at: At, half: int) -> Any:
-    """A noisy copy of half the tokens before the clean one."""
-    of_q, of_k = at("block", q), at("block", k)
-    own = (of_q == of_k) & ((q < half) == (k < half))
-    return own | ((of_k < of_q) & (k >= half))
-
-
 def _binary_tree(nodes: int) -> tuple[IntArray, IntArray]:
     """Of each node of a complete binary tree, level by level: its place in depth-first order, and
     the nodes of its subtree. ValueError for a number of nodes that no such tree has."""
@@ -262,23 +221,9 @@ class _Parts:
         self.document_end = np.cumsum(totals)[self.document]
         self.document_start = self.document_end - totals[self.document]
         self.part_end = np.repeat(np.cumsum(lengths), lengths)
-        self.part_start = self.part_end - np.repeat(lengths, lengths)
         self.last_start = n - int(totals[-1])
         self.ends = np.cumsum(totals)
         self.starts = self.ends - totals
-
-    @property
-    def block(self) -> IntArray:
-        """Of block_diffusion, in either copy."""
-        return (self.keys % (self.n // 2)) // DIFFUSION_BLOCK
-
-    def outside_diffusion(self) -> list[IntArray]:
-        half = self.n // 2
-        start = self.block * DIFFUSION_BLOCK
-        end = np.minimum(start + DIFFUSION_BLOCK, half)
-        is_noisy = self.keys < half
-        pairs = ((0, 0), (start, end), (end, half), (2 * half, half + start))
-        return [np.where(is_noisy, noisy, clean) for noisy, clean in pairs]
 
     @property
     def evicted(self) -> IntArray:
@@ -446,24 +391,9 @@ _STATIC_RULES = {
     ),
 }
 STATIC_MASKS = tuple(_STATIC_RULES)
-_MODEL_RULES = {
-    "image_blocks": _Rule(
-        False,
-        lambda p: _image_blocks,
-        lambda p: (p.end, np.where(p.part == 1, p.part_start, p.keys)),
-        ("document", "part"),
-    ),
-    "block_diffusion": _Rule(
-        False,
-        lambda p: partial(_block_diffusion, half=p.n // 2),
-        lambda p: p.outside_diffusion(),
-        ("block",),
-    ),
-}
-MODEL_MASKS = tuple(_MODEL_RULES)
 # A key there is hidden from more ranges of rows than column intervals hold.
 BEYOND_COLUMNS = ("tree_bfs", "longformer_window")
-_ALL_RULES = _RULES | _STATIC_RULES | _MODEL_RULES
+_ALL_RULES = _RULES | _STATIC_RULES
 CAUSAL = tuple(name for name, rule in _ALL_RULES.items() if rule.causal)
 
 

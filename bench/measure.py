@@ -32,31 +32,21 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What a worker is told; `deadline` is in seconds since the epoch.
+    """seed: of the inputs. repeats, singles, shorts: rounds of the modes loop, single and short,
+    none where 0. burst_s, load_s: seconds of a loop burst, and of the load under which clock and
+    power are read (0: not read). gate_rows: how many random rows the gate of a forward samples.
+    table: "", or a name in TABLES: only those peers take part that this table wants in a case, with
+    bursts of one call and more."""
 
-    repeats, singles, shorts: rounds of the modes loop, single and short, none where 0. burst_s,
-    load_s: seconds of a loop burst, and of the load under which clock and power are read (0: not
-    read). gate_rows: how many random rows the gate of a forward samples. table: "", or a name in
-    TABLES: only those peers take part that this table wants in a case, with bursts of one call and
-    more.
-    """
-
-    names: tuple[str, ...]
     peers: tuple[str, ...]
-    repeats: int
-    singles: int
-    burst_s: float
-    load_s: float
-    case_s: float
-    deadline: float
     seed: int
-    out: str
-    commit: str
-    run: str
-    report: str = ""
+    repeats: int = 0
+    singles: int = 0
+    shorts: int = 0
+    burst_s: float = 0.0
+    load_s: float = 0.0
     gate_rows: int = 64
     table: str = ""
-    shorts: int = 0
 
     def peers_of(self, case: BenchCase) -> tuple[str, ...]:
         """The peers that are wanted in a case, ours first."""

@@ -2,7 +2,6 @@
 
     python -m bench.parallel                         # on two GPUs, then four, as many as there are
     python -m bench.parallel 'documents-*' --world 2 --out rows.jsonl
-    python -m bench.parallel 'causal-*' --profile    # and what of the messages is under attention
 
 A case is a mask and a length, of one sequence with 32 heads, 8 of keys, head dimension 128, in
 bf16. First each rank compares its rows of the output and of the gradients with those of one GPU.
@@ -10,8 +9,6 @@ Then a rank's time is that of a forward, or of a forward and its backward, betwe
 the time of the group is that of its slowest rank. The rate is that of one GPU, which rank 0 times
 in the same process, over that of the group times its ranks. Of one causal sequence there are rows
 "torch" and "torch, ours": torch's own context_parallel, on its flash attention and on our kernels.
-With --profile a row also has the time in which kernels of NCCL run, and the share of it in which
-attention runs, too: of one call more, on the rank where the share is least.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import Json, commit_here, runner, say, timing, versions
-from bench.overlap import profiled
 from bench.runner import Call, Run, Table
 from flash_mask_cute import ColumnMask, builders, flash_attn_func, parallel
 
@@ -141,13 +137,6 @@ def timed(
         ms = milliseconds(call, run.given.rounds)
         row |= {f"{name}_ms": round(ms, 3), f"{name}_one_ms": round(one[name], 3)}
         row[f"{name}_rate"] = round(one[name] / (world * ms), 3)
-        if run.given.profile:
-            of_ranks: list[Any] = [None] * world
-            dist.all_gather_object(of_ranks, profiled(call))
-            least = min(of_ranks, key=lambda x: x.share)
-            row[f"{name}_messages_ms"] = round(least.messages, 3)
-            row[f"{name}_attention_ms"] = round(least.attention, 3)
-            row[f"{name}_hidden"] = round(least.share, 3)
     return row
 
 
@@ -203,10 +192,7 @@ def head(run: Run) -> Json:
 TABLE = Table(
     command="bench.parallel", about=__doc__, cases=lambda: CASES, measure=measure, head=head,
     launch=launch, rounds=5,
-    options={
-        "--world": {"type": int, "default": 0, "help": "only as many GPUs"},
-        "--profile": {"action": "store_true", "help": "overlap of messages, by a profile"},
-    },
+    options={"--world": {"type": int, "default": 0, "help": "only as many GPUs"}},
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from bench import DETERMINISTIC
 from bench.cases import NATIVE, TRAINING, BenchCase, CaseTensors, Saved
 from bench.cudnn_cases import NO_ROW_INTERVALS
 from bench.flops import TILE, block_lists
-from bench.masks import Mask, tree_paths
+from bench.masks import Mask
 from bench.mods import (
     cute_mask_mod,
     cute_score_mod,
@@ -411,60 +411,6 @@ class CudnnFlexPeer:
         return raw[0], raw[1]
 
 
-@dataclass(frozen=True)
-class GatherPeer:
-    """A tree as trainers compute it that copy keys (TRL's): those of each node's path from the
-    root, one path after the other, over which a varlen attention of `package` computes the node."""
-
-    name: str
-    package: str
-
-    @property
-    def needs(self) -> str:
-        return self.package
-
-    def supports(self, case: BenchCase) -> str | None:
-        top = self.package.partition(".")[0]
-        if not importlib.util.find_spec(top):
-            return f"{top} is not installed"
-        if case.mask != "tree_dfs":
-            return f"{self.name} copies the paths of a tree in depth-first order"
-        if case.kind not in ("attention", "backward"):
-            return f"{self.name} is measured for kind attention and backward only"
-        return None
-
-    def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        import torch
-
-        varlen = importlib.import_module(self.needs).flash_attn_varlen_func
-        paths, device = tree_paths(case.mask_of(case.n)), tensors.q.device
-        of_batch = np.arange(case.batch)[:, None]
-        index = torch.from_numpy((paths.tokens + case.n * of_batch).ravel()).to(device)
-        ends = [
-            np.append(0, starts[1:] + starts[-1] * of_batch).astype(np.int32)
-            for starts in (paths.starts, paths.path_starts)
-        ]
-        cu_seqlens = [torch.from_numpy(x).to(device) for x in ends]
-        longest = [int(np.diff(x).max()) for x in ends]
-
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-            k, v = (x.index_select(0, index) for x in (k, v))
-            found = varlen(
-                q, k, v, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1],
-                max_seqlen_q=longest[0], max_seqlen_k=longest[1], causal=True,
-            )  # fmt: skip
-            out: torch.Tensor = found[0] if isinstance(found, tuple) else found
-            return out.unflatten(0, (case.batch, case.n))
-
-        if case.is_backward:
-            return autograd_call(case, tensors, attention, heads_first=False)
-        return partial(attention, *tensors[:3])
-
-    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return raw, None
-
-
 _ALL: tuple[Peer, ...] = (
     CutePeer("ours", "flash_mask_cute", None, "block_sparse_tensors_torch"),
     CutePeer(
@@ -478,8 +424,6 @@ _ALL: tuple[Peer, ...] = (
     FlexPeer("flex"),
     FlexPeer("flex_flash", "FLASH"),
     CudnnFlexPeer("cudnn_flex"),
-    GatherPeer("gather", "flash_mask_cute"),
-    GatherPeer("fa4_gather", "flash_attn.cute"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 # flex compiles for seconds in every case; dense masks are slow.

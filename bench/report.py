@@ -1,9 +1,8 @@
 """python -m bench.report [ROWS]: what a file of rows says.
 
-Without an option the table of every run, and its sweeps. --write makes bench/results/TABLES.md of
-all that follows. --table paper prints the FlashMask paper's Tables 4 to 9, ours and peers side by
-side, --table shapes those of everyday shapes (`bench.tables`). --bars compares the figures with
-what they must reach; docs/benchmarking.md says what each bar means, and which runs decide it.
+Without an option the table of every run, and its sweeps. --write makes bench/results/TABLES.md.
+--bars compares the figures with what they must reach; docs/benchmarking.md says what each bar
+means, and which runs decide it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -60,7 +58,6 @@ BACKWARD_CALLABLES = {
     for mask, bar in (("document", 1.25), ("random_eviction", 1.8))
 }
 DETERMINISTIC_SHARE = {f"bwd-det-d128-8k-{mask}": 1.20 for mask in ("causal", "document")}
-TABLES = {"paper": paper_tables, "shapes": shape_table}
 PREP_LIMITS = {"us": 150.0, "launches": 4.0, "bytes": 8e6}
 R_SQUARED, INTERCEPT = 0.99, 0.05
 SHAPE_BAR, SHAPE_BAR_OF_FEW = 1.00, 0.97
@@ -428,18 +425,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--bars", action="store_true", help="each bar, the figure, met or short")
     shown.add_argument("--write", action="store_true", help="write bench/results/TABLES.md")
-    shown.add_argument("--table", choices=tuple(TABLES), help="the paper's, or shapes")
-    parser.add_argument("--run", default="", help="only runs whose id starts so")
-    parser.add_argument("--targets", default=str(TARGETS), help="levels of the peers")
     args = parser.parse_args(argv)
-    rows = [row for row in read_rows(args.rows) if row["run"].startswith(args.run)]
+    rows = read_rows(args.rows)
     if args.write:
         TABLES_PAGE.write_text(tables_page(rows))
         return 0
-    lines = [TABLES[args.table](rows)] if args.table else [format_table(rows), *summary(rows)]
+    lines = [format_table(rows), *summary(rows)]
     if args.bars:
-        found = bars(rows, json.loads(Path(args.targets).read_text())["rows"])
-        lines = [x for title, of in found.items() for x in (title, *(f"  {b.line()}" for b in of))]
+        lines = [
+            x for title, of in bars(rows).items() for x in (title, *(f"  {b.line()}" for b in of))
+        ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

@@ -12,11 +12,13 @@ import fnmatch
 import json
 import math
 import os
+import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,8 +30,10 @@ from torch import Tensor
 from bench import Json, commit_here, say, timing, versions, why_no_gpu
 
 NO_GPU, DIED = 2, 3
-# Seconds of a case that is compiled already, and of compiling one.
-CASE_S, COMPILE_S = 7.0, 30.0
+# How a case of a worker ended; else by a crash, which the outcome says.
+DONE, FAILED, LATE = "done", "failed", "out of time"
+# Seconds that a case takes at least, and that compiling ahead may take.
+CASE_S, AHEAD_S = 7.0, 240.0
 Call = Callable[[], Any]
 
 
@@ -43,10 +47,14 @@ class Ratio(NamedTuple):
 
 class Isolated(NamedTuple):
     """Cases run in a worker process; when it dies, the next one goes on after the case that killed
-    it. compile(case, part): compiles what `measure` calls, for the caches on disk."""
+    it. hands: what each of --ahead processes compiles for the caches on disk, job by job. compile:
+    one job. done: names of cases that kept rows of this commit hold. again: of (left, done), the
+    done ones that each worker measures again, because rows of the others are compared with them."""
 
-    compile: Callable[[Any, Any], None]
-    parts: tuple[Any, ...]
+    hands: Callable[[Run, Sequence[Any]], list[list[Any]]]
+    compile: Callable[[Run, Any], None]
+    done: Callable[[Run, Sequence[Any]], Collection[str]]
+    again: Callable[[Sequence[str], Sequence[str]], Sequence[str]] = lambda left, done: ()
 
 
 def provenance(run: Run) -> Json:
@@ -56,13 +64,21 @@ def provenance(run: Run) -> Json:
     return {"date": today, "gpu": torch.cuda.get_device_name(), **made}
 
 
+def append_line(path: Path, row: Json) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 @dataclass(frozen=True)
 class Table:
-    """command: "bench.learned". cases: with names, those to measure first in front. measure: the
+    """command: "bench.flex". cases: with names, those to measure first in front. measure: the
     rows of a case; it raises ValueError where a result of ours is wrong. small: the cases of --dry,
     on the CPU and not timed. first: rows in front of those of cases. head: what each row has in
-    front. ratios, summary: what is said about a row, and about all rows. options: flags of this
-    bench alone. launch: runs the cases in another way, and returns the exit status."""
+    front. ratios, line, summary: what is said about a row, and about all rows. options: flags of
+    this bench alone; defaults: of all. settle: fills what the command left open, and returns the
+    cases to measure.
+    launch: runs the cases in another way, and returns the exit status. append, read: of a file.
+    keeps_failures: a case that failed is a row, too."""
 
     command: str
     about: str | None
@@ -76,24 +92,36 @@ class Table:
     first: Callable[[Run], Iterable[Json]] | None = None
     head: Callable[[Run], Json] = provenance
     ratios: tuple[Ratio, ...] = ()
+    line: Callable[[Json], str] | None = None
     summary: Callable[[Sequence[Json]], Iterable[str]] = lambda rows: ()
     options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    settle: Callable[[argparse.Namespace, list[Any]], list[Any]] = lambda given, cases: cases
+    listing: Callable[[Sequence[Any]], str] = lambda cases: "\n".join(x.name for x in cases)
     isolated: Isolated | None = None
     launch: Callable[[Run, list[Any]], int] | None = None
+    append: Callable[[Path, Json], None] = append_line
+    read: Callable[[Path], list[Json]] = lambda path: rows_in([path])
+    keeps_failures: bool = True
 
 
 @dataclass
 class Run:
-    """What a process measures with. ceiling: bytes a microsecond of a stream that only reads."""
+    """What a process measures with. ceiling: bytes a microsecond of a stream that only reads.
+    report: where a worker says how its cases ended."""
 
     table: Table
     given: argparse.Namespace
     rows: list[Json] = field(default_factory=list)
     ceiling: float = 0.0
+    failed: bool = False
+    report: str = ""
     _head: Json | None = None
 
     def __post_init__(self) -> None:
-        self.name, self.deadline = f"{time.time():.0f}", time.time() + self.given.seconds
+        begin = datetime.now(timezone.utc)
+        self.name = f"{begin:%Y%m%dT%H%M%S}-{random.randrange(16**4):04x}"
+        self.deadline = time.time() + self.given.seconds
         self.is_dry = bool(self.given.dry)
         self.device = "cpu" if self.is_dry else "cuda"
         self.dtype = torch.float32 if self.is_dry else torch.bfloat16
@@ -113,8 +141,19 @@ class Run:
         self.rows.append(self._head | row)
         say(line_of(self.table, row))
         if not self.is_dry:
-            with open(self.given.out, "a") as file:
-                file.write(json.dumps(self._head | row) + "\n")
+            self.table.append(Path(self.given.out), self._head | row)
+
+    def fail(self, case: str, why: str) -> None:
+        self.failed = True
+        if self.table.keeps_failures:
+            self.emit({"case": case, "note": f"failed: {why}"})
+        else:
+            say(f"{case}: {why}")
+
+    def tell(self, case: str, outcome: str) -> None:
+        """The last outcome of a case counts."""
+        if self.report:
+            append_line(Path(self.report), {"case": case, "outcome": outcome})
 
 
 # -- tensors, results and what rows say -----------------------------------------------------------
@@ -207,6 +246,8 @@ def figures(samples: timing.Samples, flops: float = 0.0, way: str = "") -> Json:
 
 
 def line_of(table: Table, row: Json) -> str:
+    if table.line is not None:
+        return table.line(row)
     parts = [f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()]
     for label, over, under in table.ratios:
         if under in row and (known := [row[key] for key in over if key in row]):
@@ -228,123 +269,164 @@ def rows_in(paths: Iterable[str | Path]) -> list[Json]:
 
 
 def measure_cases(run: Run, cases: Iterable[Any]) -> None:
-    """One after the other in this process, while time is left."""
-    is_isolated = run.table.isolated is not None and not run.is_dry
+    """One after the other in this process, while time is left. In a worker any error ends its case
+    alone, and a case that takes too long ends the worker."""
     for row in run.table.first(run) if run.table.first and not run.is_dry else ():
         run.emit(row)
+    longest = CASE_S
     for case in cases:
-        if run.left() < CASE_S:
+        if run.left() < longest:
             say(f"out of time before {case.name}")
             return
-        watchdog = threading.Timer(min(run.given.limit, run.left()), os._exit, (DIED,))
+        begin, limit = time.time(), run.given.limit
+        watchdog = threading.Timer(min(limit, run.left()), os._exit, (DIED,))
         watchdog.daemon = True
-        if is_isolated:
+        if run.report:
             watchdog.start()
+            run.tell(case.name, LATE if run.left() < limit else f"a crash, or over {limit:.0f} s")
+        outcome = DONE
         try:
             for row in run.table.measure(case, run):
                 run.emit(row)
         except Exception as error:
-            if not is_isolated and not isinstance(error, ValueError):
+            if not run.report and not isinstance(error, ValueError):
                 raise
-            note = f"failed: {type(error).__name__}: {str(error)[:300]}"
-            run.emit({"case": case.name, "note": note})
+            outcome = f"{type(error).__name__}: {str(error)[:300]}"
+            run.fail(case.name, outcome)
+        run.tell(case.name, DONE if outcome == DONE else FAILED)
         watchdog.cancel()
+        longest = max(longest, time.time() - begin)
         if not run.is_dry:
+            # raises where an error of the device stays with the process
             torch.cuda.empty_cache()
 
 
-def work(run: Run, told: Json) -> int:
-    """Body of a worker process, which measures cases or compiles parts of them."""
-    by_name = {case.name: case for case in run.table.cases()}
-    run.name, run.deadline = told["run"], told["deadline"]
-    if not told["is_ahead"]:
+def work(table: Table, told: Json) -> int:
+    """Body of a worker process, which measures cases or compiles jobs."""
+    run = Run(table, argparse.Namespace(**told["given"]))
+    run.name, run.deadline, run.report = told["run"], told["deadline"], told["report"]
+    assert table.isolated is not None
+    if told["names"]:
+        by_name = {case.name: case for case in table.cases()}
         measure_cases(run, [by_name[name] for name in told["names"]])
-        return 0
-    assert run.table.isolated is not None
-    for name, part in told["names"]:
-        if run.left() > COMPILE_S:
-            try:
-                run.table.isolated.compile(by_name[name], run.table.isolated.parts[part])
-            except Exception as error:
-                say(f"{name} is not compiled ahead: {type(error).__name__}: {str(error)[:200]}")
+    for job in told["jobs"]:
+        try:
+            table.isolated.compile(run, job)
+        except Exception as error:
+            say(f"{job} is not compiled ahead: {type(error).__name__}: {str(error)[:200]}")
     return 0
 
 
-def supervise(run: Run, cases: Sequence[Any], arguments: Sequence[str]) -> None:
-    """Workers, until each case that this commit has no row of has one, or the time is gone."""
-    assert run.table.isolated is not None
-    given, commit = run.given, commit_here()
+def supervise(run: Run, cases: Sequence[Any]) -> None:
+    """Workers, until each case that is not done has an outcome, or the time is gone. Each worker is
+    a run of its own: figures of two of them are never compared."""
+    table, isolated, given = run.table, run.table.isolated, run.given
+    assert isolated is not None
 
-    def worker(names: Sequence[Any], is_ahead: bool) -> subprocess.Popen[bytes]:
-        told = {"run": run.name, "deadline": run.deadline, "names": names, "is_ahead": is_ahead}
-        command = [sys.executable, "-m", run.table.command, *arguments]
-        return subprocess.Popen([*command, "--worker", json.dumps(told)])
+    def worker(name: str, **told: Any) -> subprocess.Popen[bytes]:
+        told = {"run": name, "deadline": run.deadline, "names": [], "jobs": [], "report": ""} | told
+        told["given"] = vars(given) | {"out": str(given.out)}
+        command = [sys.executable, "-m", table.command, "--worker", json.dumps(told)]
+        # jobs stand beside each other, one to a core
+        more = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        return subprocess.Popen(command, env=os.environ | (more if told["jobs"] else {}))
 
-    kept = [row for row in rows_in([given.out, *given.resume]) if row["commit"] == commit]
-    done = {row["case"] for row in kept}
-    left = [case.name for case in cases if case.name not in done]
-    say(f"{len(left)} of {len(cases)} cases are left")
-    if given.ahead:
-        reach = max(1, int((given.seconds - 100) / (CASE_S + COMPILE_S / given.ahead)))
-        parts = range(len(run.table.isolated.parts))
-        jobs = [(name, part) for name in left[:reach] for part in parts]
-        shares = [jobs[i :: given.ahead] for i in range(given.ahead)]
-        for process in [worker(share, True) for share in shares if share]:
-            process.wait()
-    while left and run.left() > CASE_S:
-        worker(left, False).wait()
-        finished = {row["case"] for row in rows_in([given.out])}
-        before, left = left, [name for name in left if name not in finished]
-        if left == before and run.left() > CASE_S:
-            note = f"failed: a crash, or longer than {given.limit:.0f} s"
-            run.emit({"case": left.pop(0), "note": note})
-    run.rows = [*kept, *(row for row in rows_in([given.out]) if row.get("run") == run.name)]
-    say(f"{len(left)} cases are left")
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.touch()
+    done = isolated.done(run, cases)
+    names = [case.name for case in cases if case.name not in done]
+    say(f"run {run.name}: {len(names)} of {len(cases)} cases are left, rows to {given.out}")
+    if given.ahead and names:
+        hands = isolated.hands(run, [case for case in cases if case.name in names])
+        limit = time.time() + min(AHEAD_S, run.left() / 2)
+        for process in [worker(run.name, jobs=hand) for hand in hands if hand]:
+            try:
+                process.wait(max(0.0, limit - time.time()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+    outcomes: dict[str, str] = {}
+    attempt = 0
+    while (left := [x for x in names if x not in outcomes]) and run.left() > CASE_S:
+        name = f"{run.name}.{attempt}" if attempt else run.name
+        finished = [*done, *(x for x, outcome in outcomes.items() if outcome == DONE)]
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report")
+            again = isolated.again(left, finished)
+            worker(name, names=[*again, *left], report=str(report)).wait()
+            told = {row["case"]: row["outcome"] for row in rows_in([report])}
+        for case, outcome in (told or {left[0]: "the worker did not start"}).items():
+            outcomes[case] = outcome
+            if outcome not in (DONE, FAILED, LATE):
+                run.fail(case, outcome)
+        run.failed |= FAILED in outcomes.values()
+        attempt += 1
+    rows = table.read(Path(given.out))
+    run.rows = [row for row in rows if row.get("run", "").partition(".")[0] == run.name]
+    say(f"{len(names) - sum(x != LATE for x in outcomes.values())} cases are left")
 
 
-def parse(table: Table, arguments: Sequence[str]) -> argparse.Namespace:
+def parse(table: Table, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Any]]:
+    """What the command says, and the cases that it asks for."""
     about, name = (table.about or "").split("\n\n", 1)[0], table.command.rpartition(".")[2]
     parser = argparse.ArgumentParser(prog=f"python -m {table.command}", description=about)
     add, out = parser.add_argument, Path(os.environ.get("OUT", "."), f"{name}.jsonl")
     add("patterns", nargs="*", help="names of cases, as globs")
     add("--out", type=Path, default=out, help="a file that rows are appended to")
     add("--peers", default=",".join(table.peers), help="default: %(default)s")
-    add("--rounds", type=int, default=table.rounds)
+    add("--rounds", "--repeats", type=int, default=table.rounds)
     add("--burst", type=float, default=table.burst_s, help="seconds of a peer's turn")
     add("--seconds", type=float, default=table.seconds, help="time for everything")
-    add("--limit", type=float, default=150.0, help="seconds of a case in a worker process")
-    add("--list", action="store_true", help="print the names of cases and stop")
+    add(
+        "--limit",
+        "--case-seconds",
+        type=float,
+        default=150.0,
+        help="seconds of a case in a worker process",
+    )
+    add("--list", action="store_true", help="print the cases and stop")
     add("--dry", action="store_true", help="small, on the CPU, compared and not timed")
     add("--report", nargs="+", help="print what the rows of these files say, and stop")
-    add("--worker", type=json.loads, help=argparse.SUPPRESS)
     if table.isolated is not None:
-        few = min(14, max(1, (os.cpu_count() or 2) - 2))
         add("--resume", nargs="*", default=[], help="files of rows that are there")
-        add("--ahead", type=int, default=few, help="processes that compile before the first case")
+        add("--ahead", type=int, default=few_processes(), help="processes that compile before")
     for flag, told in table.options.items():
         add(flag, **told)
+    parser.set_defaults(**table.defaults)
     given = parser.parse_args(arguments)
     if given.dry and table.small is None:
         parser.error("--dry: these cases need GPUs")
-    names = [case.name for case in table.cases()]
+    cases = list(table.cases())
+    names = [case.name for case in cases]
     for pattern in given.patterns:
         if not fnmatch.filter(names, pattern):
             parser.error(f"no case matches {pattern!r}; they are {', '.join(names)}")
+    try:
+        cases = table.settle(given, [x for x in cases if is_asked(x.name, given.patterns)])
+    except ValueError as error:
+        parser.error(str(error))
     if unknown := {*given.peers.split(",")} - {*table.peers, ""}:
         parser.error(f"--peers: {', '.join(unknown)} not among {', '.join(table.peers)}")
-    return given
+    return given, cases
+
+
+def few_processes() -> int:
+    return min(14, max(1, (os.cpu_count() or 2) - 2))
+
+
+def is_asked(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def main(table: Table, arguments: Sequence[str] | None = None) -> int:
     """The exit status: 1 where a result is wrong, 2 without a GPU."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    given = parse(table, arguments)
-    patterns = given.patterns or ["*"]
-    cases = [x for x in table.cases() if any(fnmatch.fnmatch(x.name, p) for p in patterns)]
-    run = Run(table, given)
+    if arguments[:1] == ["--worker"]:
+        return work(table, json.loads(arguments[1]))
+    given, cases = parse(table, arguments)
     if given.list:
-        say("\n".join(case.name for case in cases))
+        say(table.listing(cases))
         return 0
+    run = Run(table, given)
     if given.report is not None:
         run.rows = rows_in(given.report)
         say("\n".join(line_of(table, row) for row in run.rows))
@@ -353,14 +435,12 @@ def main(table: Table, arguments: Sequence[str] | None = None) -> int:
     elif (reason := why_no_gpu(table.command)) is not None:
         say(reason)
         return NO_GPU
-    elif given.worker:
-        return work(run, given.worker)
     elif table.launch is not None:
         return table.launch(run, cases)
     elif table.isolated is not None:
-        supervise(run, cases, arguments)
+        supervise(run, cases)
     else:
         measure_cases(run, cases)
     for line in table.summary(run.rows):
         say(line)
-    return int(any(map(is_wrong, run.rows)))
+    return int(run.failed or any(map(is_wrong, run.rows)))

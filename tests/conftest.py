@@ -65,8 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that torch hands out uninitialised hold NaN (integers: the largest one), so that an
-    output or scratch buffer which the package allocates and does not fully write shows."""
+    """Tensors that torch hands out uninitialised hold NaN, or the largest integer."""
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -118,8 +118,7 @@ def table(kinds: Mapping[str, str], rows: Mapping[str, Row]) -> str:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """`run` gives this module to pytest, which here tells of draws that fail, also of those whose
-    process ends."""
+    """`run` gives this module to pytest, to hear of draws that fail or end their process."""
     if report.failed and ROWS in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
         draw = report.nodeid.partition("[")[2].removesuffix("]")
         with open(os.environ[ROWS], "a") as file:
@@ -127,8 +126,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def run(names: list[str], workers: int, seconds: float | None) -> Iterator[list[Row]]:
-    """Rows of the draws that have ended so far, now and then, until the time is up. They begin in
-    the order of their names."""
+    """Rows of the draws that have ended, until the time is up, in the order of their names."""
     with tempfile.TemporaryDirectory(prefix="flash_mask_cute_drawn_") as folder:
         log = Path(folder, "rows")
         command = [

@@ -49,8 +49,7 @@ def is_in_share(function: str, position: int, deal: Deal, seed: int) -> bool:
 
 
 def is_daily(position: int, cases: int, most: int, seed: int) -> bool:
-    """Whether a case of a function with `cases` of them is among the `most` of this seed. All come
-    in turn."""
+    """Whether a case is among the `most` of this seed; all come in turn."""
     return (position - seed * most) % cases < most
 
 

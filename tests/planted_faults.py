@@ -209,8 +209,7 @@ def place_of(fault: Fault, root: Path) -> Path:
 
 
 def plant(fault: Fault, root: Path) -> Path:
-    """Change the file of a checkout. Raises NotFoundError, and ValueError for a change that is none
-    or no Python."""
+    """Change the file of a checkout; NotFoundError, or ValueError for no change or no Python."""
     path = place_of(fault, root)
     text = path.read_text()
     changed = re.sub(fault.pattern, fault.planted, text)

@@ -63,8 +63,7 @@ def _only_deals_out(config: pytest.Config) -> bool:
 
 
 def drawn(names: Iterable[tuple[str, str]], count: int) -> set[str]:
-    """Of (function, case): the cases of a draw, up to count of each function; all if count is 0.
-    Which, depends on the names of cases alone."""
+    """Of (function, case): up to count cases of each function, by names alone; 0: all."""
     by_function: dict[str, list[str]] = {}
     for function, case in names:
         by_function.setdefault(function, []).append(case)

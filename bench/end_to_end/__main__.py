@@ -3,7 +3,7 @@
     python -m bench.end_to_end --task lora --model llama3-8b --tokens 32768 --docs 4096
     python -m bench.end_to_end --impl ours,sdpa,eager --task dpo --tiny
     python -m bench.end_to_end --impl ours,fa4,flex --task sft --model gpt-oss --in-turns
-    python -m bench.end_to_end --report rows.jsonl --chart end_to_end.svg
+    python -m bench.end_to_end --report rows.jsonl
 
 Weights and tokens are random, and the same for every implementation, each of which has a process of
 its own; with --in-turns they share one, and its model, and take a step each in turn. sft trains all
@@ -29,7 +29,7 @@ import torch
 
 from bench import ROOT, Json, say
 from bench.end_to_end.attentions import IMPLEMENTATIONS
-from bench.end_to_end.rows import chart, disagreements, read_rows, table
+from bench.end_to_end.rows import disagreements, read_rows, table
 from bench.end_to_end.shapes import SHAPES
 from bench.end_to_end.tasks import TASKS
 from bench.end_to_end.training import LeftOut, Run, measure, measure_in_turns
@@ -57,7 +57,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="append the rows to this file")
     add("--report", type=Path, nargs="+", help="only print the tables of these files")
-    add("--chart", type=Path, help="an SVG of the rows")
     add("--in-turns", action="store_true", help="one process and model for all")
     add("--row", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -93,20 +92,14 @@ def row_of(run: Run) -> Json:
         return left_out(run, str(why))
 
 
-def rows_in_turns(runs: Sequence[Run]) -> list[Json]:
-    """The rows of all runs in this process."""
-    found = zip(runs, measure_in_turns(runs), strict=True)
-    return [left_out(run, row) if isinstance(row, str) else row for run, row in found]
-
-
 def rows_of(
     runs: Sequence[Run], given: argparse.Namespace, arguments: Sequence[str]
 ) -> Iterator[Json]:
-    if given.in_turns:
-        yield from rows_in_turns(runs)
-    else:
-        for run in runs:
-            yield row_of_process(run, arguments)
+    if not given.in_turns:
+        yield from (row_of_process(run, arguments) for run in runs)
+        return
+    for run, row in zip(runs, measure_in_turns(runs), strict=True):
+        yield left_out(run, row) if isinstance(row, str) else row
 
 
 def left_out(run: Run, why: str) -> Json:
@@ -149,8 +142,6 @@ def main(arguments: Sequence[str]) -> int:
                 with given.out.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
     say(table(rows))
-    if given.chart is not None:
-        chart(rows, given.chart)
     differing = disagreements(rows)
     for line in differing:
         say(line)

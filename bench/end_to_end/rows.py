@@ -1,4 +1,4 @@
-"""What runs say: a table, a chart, and whether their losses agree."""
+"""What runs say: a table, and whether their losses agree."""
 
 from __future__ import annotations
 
@@ -94,20 +94,3 @@ def disagreements(rows: Sequence[Json]) -> list[str]:
                         f"{first['impl']} and {y:.6g} with {row['impl']}"
                     )
     return found
-
-
-def chart(rows: Sequence[Json], path: Path) -> None:
-    """Tokens a second of each implementation, workload by workload."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    found = [(x, [row for row in runs if "tokens_s" in row]) for x, runs in workloads(rows)]
-    figure = Figure(figsize=(3 * max(len(found), 1), 3), layout="constrained")
-    FigureCanvasSVG(figure)
-    axes = figure.subplots(1, max(len(found), 1), squeeze=False)[0]
-    for place, (workload, runs) in zip(axes, found, strict=False):
-        place.bar([row["impl"] for row in runs], [row["tokens_s"] for row in runs])
-        place.set(title=f"{workload['task']}, {workload['model']}, {workload['tokens']}")
-        place.set_ylabel("tokens / s")
-        place.tick_params("x", rotation=45)
-    figure.savefig(path)

@@ -170,8 +170,7 @@ class PreparedStatistics:
             self._num_splits = max(min(splits, shapes.seqlen_k // tiles.tile_n // _LEAST_BLOCKS), 1)
             of_code = plan.problem, tiles, plan.target, plan.masks.mods
             self._function = compile_fwd(*of_code).function
-            of_masks = plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile
-            self._mask_arguments = MaskArguments(*of_masks, plan.reads_lists)
+            self._mask_arguments = MaskArguments(plan)
 
     @torch.no_grad()
     def __call__(self, x: Tensors, masks: Masks | None, lse: Tensor) -> AttentionStatistics:

@@ -23,8 +23,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @pytest.fixture
 def explained_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`explain` does not ask the compiler, which takes seconds for each kernel: for tests that look
-    at nothing that it says (registers, spills, refusals of a mod)."""
+    """`explain` does not ask the compiler, for tests that need no registers, spills or refusals."""
     monkeypatch.setattr(explain, "compiled_fwd", lambda run: Compiled(None, {}))
 
 

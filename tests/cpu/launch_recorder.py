@@ -13,8 +13,7 @@ from flash_mask_cute.runtime.target import Target
 
 
 class Recorder:
-    """Stands for the compiled kernel, which evaluates all masks itself. `prepared` holds the plan
-    of each miss."""
+    """Stands for the compiled kernel; `prepared` holds the plan of each miss."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

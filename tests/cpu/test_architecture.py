@@ -472,8 +472,7 @@ def test_a_wrong_import_is_noticed(module: str, source: str) -> None:
 
 
 def circle(sources: Mapping[str, str]) -> set[str]:
-    """The modules, of source texts by dotted name, that are in a circle of imports or lead into
-    one. Lazy imports count: two modules that need each other are one module in two files."""
+    """The modules in a circle of imports, or leading into one; lazy imports count."""
     imported = {
         module: {x.target for x in imports_of(source, sources.keys())} & sources.keys() - {module}
         for module, source in sources.items()
@@ -535,8 +534,7 @@ def calls(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: name_in_package(path) or PACKAGE)
 def test_habits_of_the_package(path: Path) -> None:
-    """Files of a readable size and with telling names; no printing; one reader of the environment
-    (caching; everything else is an argument)."""
+    """Files of a readable size and telling names; no printing; one reader of the environment."""
     assert len(path.read_text().splitlines()) <= MAX_LINES
     assert path.stem not in ("helpers", "helper", "common", "misc")
     assert path.stem != "utils" or path.parent.name == PACKAGE, "utils.py is a fixed public path"
@@ -634,8 +632,7 @@ def test_anchors_are_those_of_headings(tmp_path: Path) -> None:
 
 
 def test_the_index_leads_to_every_folder_and_page() -> None:
-    """A file that nobody can find from the start page might as well not exist. A module is found by
-    its folder, which the index names, or by its own name."""
+    """A module is found by its folder, which the index names, or by its own name."""
     named = {target for target, _ in links(INDEX)}
     missing = [
         path.relative_to(ROOT)

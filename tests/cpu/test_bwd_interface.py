@@ -233,8 +233,7 @@ def test_tiles_that_blackwell_does_not_have(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Recorder:
-    """Stands for the compiled kernels, which evaluate all masks themselves. `prepared` holds the
-    plan of each miss."""
+    """Stands for the compiled kernels; `prepared` holds the plan of each miss."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []

@@ -22,8 +22,7 @@ def test_there_are_twenty() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_changes_one_place(fault: Fault, tmp_path: Path) -> None:
-    """In a copy, and what comes out is Python. Where this fails, write the fault anew for the code
-    that took the place of what it changed."""
+    """In a copy, and what comes out is Python; where this fails, write the fault anew."""
     path = planted_faults.place_of(fault, ROOT)
     (copy := tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True)
     copy.write_text(path.read_text())

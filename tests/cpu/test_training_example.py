@@ -119,8 +119,7 @@ def test_all_attentions_see_the_same(
 def test_curves_differ_by_the_rounding_of_lse_only(
     training: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls return LSE in float32, whatever the operands are. Where it stays in float64, so do the
-    curves."""
+    """Calls return LSE in float32; in float64 the curves are equal."""
     dense = curves(training, "--dtype", "float64", "--attention", "sdpa")
     assert distance(training, curves(training, "--dtype", "float64"), dense) < 3e-6
 

@@ -87,8 +87,7 @@ def test_padding_behind_documents(value: float) -> None:
 
 @each_value
 def test_a_value_that_is_seen_stays(value: float) -> None:
-    """Nothing is hidden that a query has to do with, not even where a sink is nearly all it sees
-    and what it sees beside it is 0."""
+    """Also where a sink is nearly all that a query sees, and the rest is 0."""
     inputs = make_inputs(Case("seen", 1, 40, 40, 1, 1, causal=True, sink=FP32))
     inputs.v.zero_()
     inputs.keywords["learnable_sink"].fill_(12.0)

@@ -1,5 +1,4 @@
-"""The folder of `python -m flash_mask_cute hub DIR` in transformers, on the CPU: plain and
-continuous batching give the tokens of eager attention."""
+"""`python -m flash_mask_cute hub DIR` in transformers: generation gives the tokens of eager."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ def forward(inputs: Inputs, **more: Any) -> tuple[Tensor, Tensor]:
 
 
 def check(inputs: Inputs) -> None:
-    """Outputs of the library and outputs of the caller, all NaN before: close to the oracle, equal
-    in every bit, nothing written around them."""
+    """Outputs of the library and of the caller, NaN before: close, equal in every bit, guarded."""
     out, lse = forward(inputs)
     assert_close_to_oracle(out, lse, inputs)
     given = GuardedOutputs(inputs)

@@ -84,8 +84,7 @@ def check(
     rounds_dscores: bool = False,
     **more: Any,
 ) -> None:
-    """call: instead of the function, with its keywords, and more of these. rounds_dscores: as
-    `assert_aux_gradients_close` has it."""
+    """call: instead of the function. rounds_dscores: as of `assert_aux_gradients_close`."""
     inputs = given.inputs
     function, keywords = arguments_of(inputs)
     keywords |= more

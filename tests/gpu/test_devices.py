@@ -100,8 +100,7 @@ def test_what_masks_are_made_of() -> None:
 
 
 def test_runs_on_the_current_stream_of_that_gpu() -> None:
-    """It is kept busy before it writes q, k and v, so a kernel on another stream would read the
-    zeros that they hold until then."""
+    """It is busy before it writes q, k and v: a kernel on another stream would read zeros."""
     inputs = make_inputs(CASES[0], OTHER)
     sources = inputs.q, inputs.k, inputs.v
     q, k, v = (torch.zeros_like(x) for x in sources)

@@ -1,5 +1,4 @@
-"""Reads by differences that tables of all differences answer, on a GPU, through the public
-functions: the same bits as without tables."""
+"""Reads by differences that tables answer, by the public functions: the bits as without tables."""
 
 from __future__ import annotations
 

@@ -87,8 +87,7 @@ class GuardedGradients:
 
 
 def check(inputs: Inputs, seed: int = 1) -> None:
-    """Gradients of the library without dlse, and of the caller, NaN before, with it: close to the
-    oracle, nothing written around them."""
+    """Gradients of the library, and of the caller with dlse, NaN before: close, and guarded."""
     results = forward(inputs)
     dout, dlse = make_output_gradients(inputs, seed)
     assert_gradients_close(backward(inputs, results, dout), inputs, dout)
@@ -287,8 +286,7 @@ def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
 
 
 def test_runs_on_the_current_stream() -> None:
-    """The stream is kept busy before it writes dout, so a kernel on another stream would read the
-    zeros that it holds until then."""
+    """It is busy before it writes dout: a kernel on another stream would read zeros."""
     inputs = make_inputs(Case("stream", 2, 255, 1000, causal=True), "cuda")
     results = forward(inputs)
     dout, _ = make_output_gradients(inputs)

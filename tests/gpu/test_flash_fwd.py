@@ -141,8 +141,7 @@ def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
 
 
 def test_runs_on_the_current_stream() -> None:
-    """The stream is kept busy before it writes q, k and v, so a kernel on another stream would read
-    the zeros that they hold until then."""
+    """It is busy before it writes q, k and v: a kernel on another stream would read zeros."""
     inputs = make_inputs(Case("stream", 2, 255, 1000, causal=True), "cuda")
     late = Inputs(
         inputs.case,

@@ -121,8 +121,7 @@ def in_one_block(size: int, mod: Mod) -> BlockMask:
 @pytest.mark.parametrize("size", [128, 64])
 @pytest.mark.parametrize("heads", [4, 2])
 def test_a_replay_sees_other_contents(heads: int, size: int, inference: bool) -> None:
-    """Of ids, a number and lists, all written to after a warm-up and a capture. With two heads no
-    bits are stored for all heads; blocks of 64 are converted to tiles."""
+    """Ids, a number and lists are written to after the capture; two heads; blocks of 64."""
     with torch.inference_mode(inference):
         ids = torch.arange(N, device="cuda") // 150
         most = torch.tensor(N, device="cuda")

@@ -256,8 +256,7 @@ def test_operators_read_lists_that_were_rewritten_unseen() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
 def test_autocast(compiled: bool) -> None:
-    """q, k and v are cast as for torch's function; the sink stays, and gradients have the dtype of
-    what they belong to."""
+    """q, k and v are cast; the sink stays; gradients have the dtypes of their tensors."""
     torch._dynamo.reset()
     inputs = make_inputs(CASES[0], "cuda")
     leaves = [x.float().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]

@@ -180,8 +180,7 @@ def test_one_graph_for_every_length(is_placed: bool) -> None:
 
 
 def test_nothing_is_compiled_and_nobody_waits() -> None:
-    """Other batches, lengths, numbers of pages, and pages; of tables for few keys, which are walked
-    in one pass, and for many, which all SMs share."""
+    """Other batches, lengths and pages, of tables walked in one pass and of shared ones."""
     for pages in (8, 40):
         Decoding(2, pages, 16).step()
     cases = [

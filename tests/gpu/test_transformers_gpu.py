@@ -144,8 +144,7 @@ def test_decoding_in_a_graph_is_decoding_without(name: str) -> None:
 
 
 def appended(model: Any, is_captured: bool) -> Tensor:
-    """Logits of chunks of three tokens behind four in a static cache, each by a call or a replay of
-    one graph."""
+    """Logits of chunks of three behind four in a static cache, by calls or replays of one graph."""
     prompt, *chunks = IDS[:, :16].cuda().split([4, 3, 3, 3, 3], 1)
     cache, given = StaticCache(config=model.config, max_cache_len=24), chunks[0].clone()
 

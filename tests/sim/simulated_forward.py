@@ -44,8 +44,7 @@ def run_sim(
     seeds: tuple[int | None, ...] = DELAY_SEEDS,
     **more: Any,
 ) -> float:
-    """Run with each seed, hold the result to the oracle, and refuse warnings. Returns the largest
-    error as a share of what is allowed."""
+    """Run with each seed against the oracle, without warnings; the largest share of the bound."""
     share = 0.0
     for seed in seeds:
         with quiet_run(simulator, seed):

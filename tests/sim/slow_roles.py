@@ -208,8 +208,7 @@ def _islands(cycle: int, whole: int, cut: int) -> Callable[..., list[list[int]]]
 
 
 def add_islands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two recipes for columns: walks of several whole and cut blocks between hidden ones, and far
-    walks, of few blocks in each chunk of them."""
+    """Two recipes for columns: several blocks between hidden ones, and far walks of few blocks."""
     islands = mask_cases.ColumnRecipe(_islands(512, 288, 40), 1, is_shared=True)
     monkeypatch.setitem(mask_cases.COLUMNS, "islands", islands)
     far = mask_cases.ColumnRecipe(_islands(1024, 64, 20), 1, is_shared=True)

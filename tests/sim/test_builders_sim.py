@@ -191,8 +191,7 @@ def test_padded_keys(simulator: ModuleType, seqlen_q: int, is_causal: bool) -> N
 
 
 def cached(places: list[int]) -> Tensor:
-    """Bool (queries, keys), of a cache into whose place places[q] the key of query q goes, once it
-    is full."""
+    """Bool (queries, keys), of a full cache into whose place places[q] the key of query q goes."""
     cache: list[int] = []
     seen = torch.zeros(len(places), len(places), dtype=torch.bool)
     for q, place in enumerate(places):

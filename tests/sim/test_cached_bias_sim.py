@@ -70,8 +70,7 @@ def _table(heads: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tens
 def make_cached_bias(
     seqlen_q: int = 130, seqlen_k: int = 300, heads: int = 4, dtype: torch.dtype = torch.float32
 ) -> Inputs:
-    """Two query blocks, three key blocks of which two stay, and a key mask that hides some of them
-    from some entries."""
+    """Two query blocks, three key blocks of which two stay, and a key mask by entry."""
     case = Case("kept", BATCH, seqlen_q, seqlen_k, heads, heads, head_dim=32)
     table = _table(heads, seqlen_q, seqlen_k, dtype)
     valid = (torch.rand(BATCH, seqlen_k, generator=torch.Generator().manual_seed(2)) > 0.2).int()

@@ -1,5 +1,4 @@
-"""Reads by differences that are answered from tables of all differences, in the compiled kernels on
-the software GPU: the same bits as without tables."""
+"""Reads by differences that tables answer, in compiled kernels: the same bits as without tables."""
 
 from __future__ import annotations
 

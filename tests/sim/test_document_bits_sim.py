@@ -143,8 +143,7 @@ def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) ->
 def test_parts_of_documents(
     simulator: ModuleType, head_dim: int, tile: tuple[int, int], entries: int
 ) -> None:
-    """Attention in parts computes what it computes at once, bit for bit; those behind the last tile
-    store and compute nothing."""
+    """Parts compute what one call computes, bit for bit; those behind the last tile do nothing."""
     ids, (tile_m, tile_n) = ids_of(entries), tile
     mod = (same_for_all, same_document)[entries - 1]
     generator = torch.Generator().manual_seed(1)

@@ -134,8 +134,7 @@ def test_products_await(
     what: str,
     dims: tuple[int, int],
 ) -> None:
-    """dS of both CTAs, which is not there when the CTAs have their own; P and dS in shared memory;
-    S of the next block the columns of dQ that lie there; and dS in the memory of dO dV."""
+    """dS of both CTAs; P and dS; S of the next block dQ's columns; dS the memory of dO dV."""
     inputs = make_inputs(Case("awaited", 1, 300, 300, 1, 1, head_dim=dims[0], head_dim_v=dims[1]))
     compile_anew = partial(compile_bwd, cache=CompileCache(tmp_path))
     monkeypatch.setattr(prepare, "compile_bwd", compile_anew)

@@ -141,8 +141,7 @@ TOGETHER = (
 def test_work_tiles_that_come_to_a_row_block_together(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
-    """Both CTAs run at a time, not one until it waits: the second one adds to what the first one
-    stores."""
+    """Both CTAs run at a time: the second adds to what the first stores."""
     monkeypatch.setitem(simulator.OPTIONS, "resident", 2)
     run_sim(simulator, make_inputs(case), seeds=(1, 2, 3) if IS_HOPPER else (1, 2))
 
@@ -180,8 +179,7 @@ ORDERED_CASES = (
 def test_deterministic(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case, fields: dict[str, int]
 ) -> None:
-    """The order of sums does not depend on which CTA is ahead; and no CTA waits for one that has
-    not begun, where only one runs at a time."""
+    """Whichever CTA is ahead; no CTA waits for one that has not begun."""
     if not IS_HOPPER:
         case = replace(case, **fields)
     inputs = make_inputs(case)

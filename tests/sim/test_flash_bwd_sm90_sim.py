@@ -161,8 +161,7 @@ def test_mask_bits_by_documents(simulator: ModuleType, position: int) -> None:
 
 @pytest.mark.parametrize("seed", [11, 12])
 def test_warps_of_a_warpgroup_that_are_far_apart(simulator: ModuleType, seed: int) -> None:
-    """One still sends dK and dV from where others write dS of the next work tile's first block,
-    whose rows are queries: with these seeds its rows of dQ were wrong."""
+    """One sends dK and dV from where others write dS of the next work tile: dQ was wrong."""
     case = next(case for case in MASK_BITS_CASES if case.id == "mask-bits-odd-lists-d64")
     config = {"tile_m": 128, "value_cols": 48}
     run_sim(simulator, make_inputs(case), seeds=(seed,), launches=4, config=config)
@@ -185,8 +184,7 @@ def test_walks_that_begin_inside_a_chunk(
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_a_warpgroup_computes_what_its_keys_see(simulator: ModuleType, seed: int | None) -> None:
-    """Of 40 squares of 64 queries and 64 keys in blocks that are visited, 30 are seen; of others
-    those are passed over whose bits came in time, all without delays."""
+    """30 of 40 squares of 64 x 64 in visited blocks are seen; the others are passed over."""
     inputs = make_inputs(Case("squares", 1, 700, 700, 1, 1, causal=True, window_left=100))
     run_sim(simulator, inputs, seeds=(seed,))
     computed = simulator.RESULTS[-2]["ops"]["ex2.approx.ftz.f32"]
@@ -394,8 +392,7 @@ def test_cut_blocks_with_keys_of_each_warpgroup(
     ids=lambda case: case.id,
 )
 def test_mask_bits_for_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
-    """Of logical blocks that have both tiles of a pair, and of some that have one; and of a pair of
-    which one CTA has no keys."""
+    """Blocks with one or both tiles of a pair; a pair of which one CTA has no keys."""
     inputs = make_inputs(replace(case, batch=1, head_dim=256, head_dim_v=0))
     run_sim(simulator, inputs, seeds=(1,), launches=4)
     assert cluster_of_main(simulator) == (2, 1, 1)

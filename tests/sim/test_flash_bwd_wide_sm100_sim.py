@@ -1,5 +1,4 @@
-"""Wide heads of Blackwell's backward by one CTA, on the software GPU: every place of dQ, and two
-launches."""
+"""Wide heads of Blackwell's backward by one CTA: every place of dQ, and two launches."""
 
 from __future__ import annotations
 

@@ -160,8 +160,7 @@ def test_skipping_changes_no_bit(simulator: ModuleType, case: Case) -> None:
 def test_factors_of_a_score_mod_join_those_of_the_softmax(
     simulator: ModuleType, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that has rows at once, the first and the last: O, LSE and the sink's share must be as
-    if they had not."""
+    """Of the first and the last rows: O, LSE and the sink's share are as if they had not."""
     monkeypatch.setitem(mask_cases.SCORE_MODS, "cap", mask_cases.CAP)
     case = Case("cap", 1, 255, 300, heads_kv=1, causal=True, sink=FP32, score_mod="cap", **fields)
     run_sim(simulator, make_inputs(case.packed_if_supported()), TABLE.seeds)

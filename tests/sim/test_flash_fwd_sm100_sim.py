@@ -118,8 +118,7 @@ def test_pairs_against_oracle(simulator: ModuleType, case: Case) -> None:
 def test_pairs_take_turns(
     simulator: ModuleType, num_sms: int, seeds: tuple[int | None, ...]
 ) -> None:
-    """Four work tiles, two of which have one row, in the tiles that the table chooses; for one pair
-    and for three, of which one has two tiles and an SM is left over."""
+    """Four work tiles, two of one row; for one pair, and for three with an SM left over."""
     inputs = make_inputs(Case("pair", 1, 513, 257, 2, 1))
     run_sim(simulator, inputs, seeds=seeds, sms=num_sms)
     (launch,) = simulator.RESULTS[-1]["launches"]
@@ -158,8 +157,7 @@ def test_rest_of_probabilities_is_awaited(
 
 @pytest.mark.parametrize("key", [130, 250])
 def test_a_key_that_is_not_finite(simulator: ModuleType, key: int) -> None:
-    """In what is handed over first, and in the rest: rows that see it are not numbers, and the
-    others are right."""
+    """In what is handed over first, and in the rest: rows that do not see it are right."""
     case = Case("causal-300x300", 1, 300, 300, 1, 1, causal=True)
     inputs = make_inputs(case)
     inputs.k[0, key] = NAN

@@ -142,8 +142,7 @@ def test_blocks_that_a_warpgroup_does_not_see(
 def test_a_warpgroup_computes_what_its_rows_see(
     simulator: ModuleType, tile_n: int, num_squares: int
 ) -> None:
-    """Of 192 x 192 causal scores, 6 of the 9 squares of 64 rows and 64 keys are seen; one more is
-    past the end of the keys, in the first block of a walk, which has no halves."""
+    """6 of 9 squares of 64 x 64 are seen; one more is past the keys, in a block without halves."""
     inputs = make_inputs(Case("squares", 1, 192, 192, 1, 1, head_dim=64, causal=True))
     run_sim(simulator, inputs, seeds=(None,), config={"tile_m": 192, "tile_n": tile_n})
     computed = simulator.RESULTS[-1]["ops"]["ex2.approx.ftz.f32"]
@@ -340,8 +339,7 @@ PLACE_BIAS = ScoreRecipe(
 def test_score_mod_is_told_every_position(
     simulator: ModuleType, heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tiles that end inside the queries and of one that reaches past them; the simulator reports
-    a read outside of the table."""
+    """Tiles end inside the queries or reach past them; reads outside of the table are reported."""
     monkeypatch.setitem(mask_cases.SCORE_MODS, "place", PLACE_BIAS)
     queries = 320 // heads if heads < 16 else 21
     case = Case(
@@ -362,8 +360,7 @@ def test_score_mod_is_told_the_positions_of_half_a_block(
 
 
 def _strided(values: Tensor) -> Tensor:
-    """The same (batch, heads, seqlen_q, seqlen_k), in memory in another order, the batch innermost,
-    and with something else between the queries."""
+    """The same tensor in another order of memory, batch innermost, with gaps between queries."""
     memory = values.permute(3, 1, 2, 0).repeat_interleave(2, dim=2).clone()
     memory[:, :, 1::2] = 77
     return memory[:, :, ::2].permute(3, 1, 2, 0)

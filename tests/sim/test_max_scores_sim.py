@@ -34,8 +34,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_largest_scores(simulator: ModuleType, case: Case) -> None:
-    """Rows whose maximum in use lags behind the largest score are among them: a second tile that
-    is larger by less than a factor of 2**8 renews nothing."""
+    """Also where a second tile is larger by less than 2**8, which renews no maximum in use."""
     inputs = make_inputs(case)
     if case.lengths_k is None:
         inputs.k[:, 100:] *= 1.25

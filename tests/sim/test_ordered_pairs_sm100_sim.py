@@ -42,8 +42,7 @@ IN_ORDER = IN_PAIRS | {"deterministic": True}
 
 
 class Order(NamedTuple):
-    """Seed of delays, SMs of two CTAs each pair, and how many pairs run at a time; spare: how many
-    more begin where all of these wait."""
+    """Seed, SMs, pairs that run at a time; spare: pairs that begin where all of these wait."""
 
     seed: int
     sms: int
@@ -101,8 +100,7 @@ def check_equal_bits(
 def test_bits_are_equal(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
-    """The order of sums does not depend on which pair is ahead, nor on how many there are; and no
-    pair waits for one that has not begun, where fewer run than were launched."""
+    """Whichever pair is ahead and however many there are; none waits for one that has not begun."""
     check_equal_bits(simulator, monkeypatch, CASES[position])
 
 

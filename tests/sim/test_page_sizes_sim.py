@@ -1,5 +1,4 @@
-"""Pages of sizes that TMA cannot load, with head dimensions that tiles have or not, on the software
-GPU of either architecture."""
+"""Pages of sizes that TMA cannot load, with head dimensions that tiles have or not."""
 
 from __future__ import annotations
 

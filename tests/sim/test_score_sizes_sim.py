@@ -187,8 +187,7 @@ LARGEST = {BF16: 29, FP16: 27} if ARCH == HOPPER else {BF16: 28, FP16: 22}
 def test_large_products(
     simulator: ModuleType, dtype: torch.dtype, exponents: tuple[int, ...], score_mod: Any
 ) -> None:
-    """Equal scores, of which rounding one as an exponent of two changes all alike. Without a
-    score_mod there is a limit; with any, even this one, there is none."""
+    """Equal scores, rounded alike: without a score_mod there is a limit, with any there is none."""
     case = Case("products", 1, 64, 300, 1, 1, head_dim=64, dtype=dtype)
     call = call_of(case, score_mod=score_mod)
     tensors = call.tensors

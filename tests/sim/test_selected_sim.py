@@ -164,8 +164,7 @@ def bits_of(words: Tensor) -> Tensor:
 
 
 class Composed(NamedTuple):
-    """A dense call beside a selection: operands in bfloat16, what each query sees, bool (batch,
-    heads_q, queries, keys), and what is added to scores, of that shape or smaller."""
+    """A dense call beside a selection: operands, visible pairs, and what is added to scores."""
 
     q: Tensor
     k: Tensor
@@ -260,7 +259,7 @@ def test_intervals(simulator: ModuleType) -> None:
     drawn.seen((j <= i) & (i < end), causal=True, startend_row_indices=hides).check()
 
 
-@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("block", [4, 16, 128])
 def test_a_mask_mod_and_a_score_mod(simulator: ModuleType, block: int) -> None:
     """Beside a selection the mask_mod is not evaluated before attention."""
     i, j = positions(140, 280, 0)
@@ -424,3 +423,8 @@ def test_gradients_of_an_aux_tensor(simulator: ModuleType) -> None:
 
 def test_a_backward_of_wide_heads(simulator: ModuleType) -> None:
     check_backward(draw(2, 128, (16, 64), 330), 1)
+
+
+@pytest.mark.parametrize(("block", "seed"), [(4, 5), (8, 14)])
+def test_a_backward_of_small_blocks(simulator: ModuleType, block: int, seed: int) -> None:
+    check_backward(draw(seed, 64, (block,), 200), 1)

@@ -1,5 +1,4 @@
-"""Several sequences of queries with the keys of one batch entry in common, on the software GPU of
-either architecture."""
+"""Several sequences of queries over the keys of one batch entry, on either architecture."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def test_the_gradient_of_a_table_by_sequence(device: Device) -> None:
 
 @pytest.mark.parametrize("way", ["dense", "packed", "stored_bits"])
 def test_views_of_one_entry_are_read_where_they_are(simulator: ModuleType, way: str) -> None:
-    """Of a stride of 0 over the batch; also beside bits of a mask_mod by batch entry, which were
-    stored before attention."""
+    """Of a batch stride of 0; also beside stored bits by batch entry."""
     generator = torch.Generator().manual_seed(7)
     q = torch.randn(3, 70, 4, 64, generator=generator).bfloat16()
     k, v = torch.randn(2, 1, 150, 2, 64, generator=generator).bfloat16()

@@ -131,8 +131,7 @@ class ByBulkCopies(OfOneWarp):
 
 
 class ByCopies(OfOneWarp):
-    """A row of each lane comes into shared memory by cp.async, and another lane reads it when the
-    copies have arrived."""
+    """Each lane copies a row into shared memory by cp.async; another lane reads it."""
 
     @cute.kernel
     def kernel(self, values: cute.Tensor, out: cute.Tensor):  # type: ignore[no-untyped-def]
@@ -180,8 +179,7 @@ def test_nothing_dropped(simulator: ModuleType) -> None:
 
 
 def test_fence_before_product_is_not_missed(simulator: ModuleType) -> None:
-    """No guarantee: without `wgmma.fence`, a product may read its accumulator before it is
-    written."""
+    """No guarantee: without `wgmma.fence` a product may read its accumulator too early."""
     assert of_product(simulator, "wgmma.fence") == {SILENCE}
 
 

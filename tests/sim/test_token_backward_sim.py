@@ -35,8 +35,7 @@ def test_groups(simulator: ModuleType, group: int) -> None:
 
 @pytest.mark.parametrize("number", range(6))
 def test_draws(simulator: ModuleType, number: int) -> None:
-    """Packed and dense, causal or not, windows, soft caps; head dimensions 64 and 128; groups of
-    padded rows."""
+    """Packed and dense, causal or not, windows, soft caps, d of 64 and 128, padded groups."""
     drawn = draw(100 + number, 64, (128,), 330)
     heads = (8, 4, 12, 2, 1, 6)[number], (64, 128)[number // 2 % 2]
     check_backward(regroup(drawn, *heads, (128, 64, 256)[number % 3]), number)

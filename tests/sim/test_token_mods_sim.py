@@ -1,5 +1,4 @@
-"""The backward by query lists beside modified scores, sinks, and masks that differ by head, on the
-software GPU, against float64."""
+"""The backward by query lists beside modified scores, sinks, and masks by head, against float64."""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ def test_the_other_functions() -> None:
 
 
 def test_where_nothing_is_cast() -> None:
-    """Autocast that is off, or of another kind of device; and host calls, which take what is
-    given."""
+    """Autocast that is off or of another device, and host calls."""
     q, k, v = (x.detach().float() for x in qkv())
     expected = flash_attn_func(q, k, v)
     with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):

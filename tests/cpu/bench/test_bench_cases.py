@@ -78,12 +78,6 @@ def by_hand(case: BenchCase) -> np.ndarray:
             lower = parents[case.mask][lower]
         return lower == upper
 
-    def diffuses(q: int, k: int) -> bool:
-        of_q, of_k = q % (n // 2) // 32, k % (n // 2) // 32
-        if q < n // 2:
-            return of_q == of_k if k < n // 2 else of_k < of_q
-        return k >= n // 2 and of_k <= of_q
-
     rules = {
         "full": lambda q, k: True,
         "causal": lambda q, k: k <= q,
@@ -103,20 +97,15 @@ def by_hand(case: BenchCase) -> np.ndarray:
         "tree_bfs": lambda q, k: k <= q and is_above(tokens[k][0], tokens[q][0]),
         "longformer_window": lambda q, k: abs(q - k) <= window or q in spread or k in spread,
         "hstu": lambda q, k: k <= q and is_together(q, k) and (tokens[k][1] == 0 or k == q),
-        "image_blocks": lambda q, k: (
-            k <= q or (is_together(q, k) and tokens[q][1] == tokens[k][1] == 1)
-        ),
-        "block_diffusion": diffuses,
     }
     rule = rules[case.mask]
     return np.array([[rule(q, k) for k in range(n)] for q in range(n)])
 
 
 def static(mask: str, **fields: object) -> BenchCase:
-    """A mask of cuDNN's benchmark or of a model: two sequences of 244 tokens, seven nodes of a
-    tree, or documents of a context and targets, or of a text and an image."""
+    """A mask of cuDNN's benchmark: two sequences of 244 tokens, in nodes of a tree or documents."""
     nodes = tuple((t,) for t in (40, 31, 27, 50, 18, 45, 33))
-    documents = ((60, 41), (70, 73)) if mask in ("hstu", "image_blocks") else nodes
+    documents = ((60, 41), (70, 73)) if mask == "hstu" else nodes
     form = "mask_mod" if mask in masks.BEYOND_COLUMNS else "columns"
     window = 25 if mask.endswith("window") else None
     options = {"form": form, "draw": Draw(documents), "window": window, "tokens": 488}
@@ -132,10 +121,10 @@ def of_endpoints(table: np.ndarray, n: int) -> np.ndarray:
     return seen
 
 
-@pytest.mark.parametrize("mask", (*masks.MASKS, *masks.STATIC_MASKS, *masks.MODEL_MASKS))
+@pytest.mark.parametrize("mask", (*masks.MASKS, *masks.STATIC_MASKS))
 def test_all_forms_of_a_mask_say_the_same(mask: str) -> None:
     """In words, as columns, as the ranges of keys of a query, and as a mask_mod in the DSL."""
-    is_static = mask in masks.STATIC_MASKS + masks.MODEL_MASKS
+    is_static = mask in masks.STATIC_MASKS
     case, tiny = (static(mask),) * 2 if is_static else (masked(mask), masked(mask, 101))
     whole, seen = case.mask_of(case.n), dense(case)
     assert np.array_equal(visible_by_mask_mod(tiny.mask_of(tiny.n)), dense(tiny))

@@ -185,7 +185,7 @@ def test_a_wrong_backward_makes_no_row(monkeypatch: pytest.MonkeyPatch, wrong: s
     on_cpu = measure.make_tensors
     monkeypatch.setattr(measure, "make_tensors", lambda case, _, seed: on_cpu(case, "cpu", seed))
     names = "ours", DETERMINISTIC, "cudnn"
-    options = measure.Options((), names, 5, 0, 0.15, 0.0, 9.0, 9.0, 3, "", "abc", "", table="")
+    options = measure.Options(names, seed=3)
     calls, _ = measure.admit(case, options, measure.Inputs())
     assert list(calls) == ["ours", DETERMINISTIC]
     prepare = peers.CutePeer.prepare

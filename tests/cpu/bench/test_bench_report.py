@@ -35,8 +35,7 @@ ROWS = [
 
 
 def test_a_file_gives_the_rows_back(tmp_path: Path) -> None:
-    """Runs that append in turns, one whose head changes and changes back, and a row that was
-    written whole: what stands in it wins over the head."""
+    """Two runs append in turns, a head changes back, and a row of its own wins over the head."""
     path = tmp_path / "rows.jsonl"
     given = [each for pair in zip(ROWS[:4], ROWS[4:8], strict=True) for each in pair]
     given += [ROWS[0] | {"commit": "another"}, ROWS[0], ROWS[0]]

@@ -3,17 +3,19 @@ readable, and what they say of a problem is what its definition says."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from small_cases import row as made_row
 
 from bench import (
     ROOT,
@@ -21,19 +23,19 @@ from bench import (
     block_sparse,
     decode,
     flex,
-    learned,
     parallel,
+    run,
     runner,
     selected,
     statistics,
-    torch_sdpa,
 )
 from bench.flex_mods import NAMED
+from bench.rows import append_row
 from flash_mask_cute import attention_statistics, flash_attn_func
 
 NAMES = (
-    *("flex", "selected", "block_sparse", "learned", "parallel", "torch_sdpa", "decode"),
-    "statistics",
+    *("flex", "selected", "block_sparse", "parallel", "decode", "statistics"),
+    "run",
 )
 TABLES = {name: importlib.import_module(f"bench.{name}").TABLE for name in NAMES}
 
@@ -167,19 +169,6 @@ def test_masks_by_hand_are_those_of_the_mods(name: str) -> None:
     torch.testing.assert_close(own, ours, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("reads", ["slopes", "t5", "triangle"])
-def test_gradients_of_tables_are_compared(reads: str) -> None:
-    case = learned.Case(reads, 24, reads != "triangle", d=16, heads=4, heads_kv=2)
-    (row,) = learned.measure(case, dry_run(learned.TABLE))
-    assert row["note"].startswith("learned ") and "learned_in_order" in row["note"]
-    problem = learned.Problem(case, "cpu", torch.float32, 24)
-    expected = problem.table_gradients()
-    assert problem.check("detached", expected) is None
-    for factor in (1.1, torch.nan):
-        with pytest.raises(ValueError, match="learned: the gradient of table 0 is off by"):
-            problem.check("learned", [x * factor for x in expected])
-
-
 @pytest.mark.parametrize("kind", ["vsa", "frames"])
 def test_wrong_lists_of_blocks_are_noticed(kind: str) -> None:
     case = replace(block_sparse.short(block_sparse.Case(kind, 4), 512), d=16)
@@ -220,24 +209,6 @@ def test_decoding_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["ok"] is False and runner.is_wrong(row)
 
 
-@pytest.mark.skipif(
-    not hasattr(nn.attention, "register_flash_attention_impl"), reason="torch has no registry"
-)
-def test_contenders_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    """On a CPU torch has flash attention and no cuDNN, and only the context runs ours."""
-    right = torch_sdpa.Shape(1, 40, 4, 2, 16).step("cpu", torch.float32)
-    calls = torch_sdpa.contenders(right, torch_sdpa.Switch())
-    assert sorted(torch_sdpa.usable(calls)) == ["default", "flash", "sdpa"]
-    assert nn.attention.current_flash_attention_impl() is None
-
-    def off_by(factor: float) -> torch_sdpa.Step:
-        return lambda: tuple(x * (factor if i == 2 else 1) for i, x in enumerate(right()))
-
-    wrong = {"flash": right, "default": off_by(1.1), "cudnn": off_by(torch.nan)}
-    assert list(torch_sdpa.usable(wrong)) == ["flash"]
-    assert "default: dk is off by" in capsys.readouterr().out
-
-
 def test_ranks_are_compared_with_one_gpu() -> None:
     q, k, v, dout = (torch.randn(1, 20, 2, 16) for _ in range(4))
     calls = parallel.calls_of(lambda *x: flash_attn_func(*x, causal=True), [q, k, v], dout)
@@ -274,29 +245,63 @@ def test_counts_of_choices_are_those_of_a_dense_mask() -> None:
     assert 0.5 < found.shared < 1
 
 
-def test_a_dead_worker_loses_its_case_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And the next worker goes on with the others."""
-    out, asked = tmp_path / "rows.jsonl", []
+@pytest.mark.parametrize("keeps_failures", [True, False])
+def test_a_worker_that_dies_loses_its_case_only(
+    keeps_failures: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next worker goes on with the others, as a run of its own, and measures `again` first."""
+    out, asked = tmp_path / "rows.jsonl", list[tuple[str, list[str], list[str]]]()
+
+    def rows(case: Made) -> Iterator[Json]:
+        if case.name == "dies":
+            raise KeyboardInterrupt
+        if case.name == "wrong":
+            raise ValueError("out is off")
+        yield {"case": case.name}
 
     class Worker:
-        def __init__(self, command: list[str]) -> None:
-            names = runner.json.loads(command[-1])["names"]
-            asked.append(names)
-            self.rows = [] if names[0] == "one" else names
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            self.told = runner.json.loads(command[-1])
+            asked.append((self.told["run"], self.told["names"], self.told["jobs"]))
 
-        def wait(self) -> None:
-            with out.open("a") as file:
-                rows = [{"case": name, "run": run.name, "commit": "x"} for name in self.rows]
-                file.writelines(runner.json.dumps(row) + "\n" for row in rows)
+        def wait(self, timeout: float = 0) -> None:
+            with contextlib.suppress(KeyboardInterrupt):
+                runner.work(table, self.told)
 
-    monkeypatch.setattr(runner.subprocess, "Popen", Worker)
-    monkeypatch.setattr(runner, "commit_here", lambda: "x")
-    table = replace(
-        made_table(lambda case: iter([])), isolated=runner.Isolated(lambda case, part: None, ()),
-        head=lambda run: {"run": run.name, "commit": "x"},
+    compiled = list[str]()
+    names = ("kept", "one", "wrong", "dies", "two")
+    table = runner.Table(
+        "bench.made", "Made up.", lambda: map(Made, names), lambda case, run: rows(case),
+        head=lambda run: {"run": run.name, "commit": "x"}, keeps_failures=keeps_failures,
+        isolated=runner.Isolated(
+            lambda run, cases: [[case.name] for case in cases],
+            lambda run, job: compiled.append(job), lambda run, cases: {"kept"},
+            lambda left, done: [x for x in done if x == "one"],
+        ),
     )  # fmt: skip
-    given = Namespace(dry=False, seconds=1e6, peers="", out=out, resume=[], ahead=0, limit=9.0)
-    run = runner.Run(table, given)
-    runner.supervise(run, [Made("one"), Made("two")], [])
-    assert asked == [["one", "two"], ["two"]]
-    assert [runner.is_wrong(row) for row in run.rows] == [True, False]
+    monkeypatch.setattr(runner.subprocess, "Popen", Worker)
+    monkeypatch.setattr(runner, "why_no_gpu", lambda command: None)
+    monkeypatch.setattr(runner.threading, "Timer", Mock())
+    assert runner.main(table, ["--out", str(out), "--ahead", "2"]) == 1
+    assert compiled == [x for x in names if x != "kept"]
+    (name, first, _), (second_name, second, _) = asked[-2:]
+    assert first == ["one", "wrong", "dies", "two"] and second == ["one", "two"]
+    assert second_name == f"{name}.1"
+    of_cases = [row["case"] for row in runner.rows_in([out])]
+    failed = ["wrong", "dies"] if keeps_failures else []
+    assert of_cases == ["one", *failed, "one", "two"]
+
+
+def test_cases_that_a_commit_has_are_left_out(tmp_path: Path) -> None:
+    """But those that the others are compared with: a row of another commit or peer is none."""
+    out = tmp_path / "rows.jsonl"
+    command = ["--table", "paper", "--out", str(out), "--commit", "abc", "--peers", "ours"]
+    given, cases = runner.parse(run.TABLE, [*command, "mask-d64-8k-*"])
+    names = [f"mask-d64-8k-{mask}" for mask in ("full", "causal", "document")]
+    for name, commit in zip(names, ("abc", "abc", "old"), strict=True):
+        append_row(out, made_row("a", name, "ours", 500, commit=commit))
+    done = run.done(runner.Run(run.TABLE, given), cases)
+    assert done == {*names[:2]} and len(cases) == 12 and given.burst == 0.15
+    assert run.references(["mask-d64-8k-document"], [*names[:2], "other"]) == (*names[:2],)
+    given.commit = "abc+"
+    assert run.done(runner.Run(run.TABLE, given), cases) == set()

@@ -64,8 +64,7 @@ def test_losses_are_those_of_every_attention(task: str, model: str) -> None:
 @pytest.mark.usefixtures("libraries")
 @pytest.mark.parametrize("task", TASKS)
 def test_a_wrong_mask_is_noticed(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents and answers that see what is before them change the losses by more than the limit
-    that they are held to."""
+    """Tokens that see what is before their document change the losses by more than the limit."""
     right = measure(tiny("sdpa", task))
     make_masks = attentions.make_masks
 

@@ -185,8 +185,7 @@ def test_a_mask_mod_compiles_for_wide_heads(dim: int, tmp_path: Path) -> None:
 
 @NEEDS_DISASSEMBLER
 def test_scores_that_are_equally_far_apart_share_their_bias(tmp_path: Path) -> None:
-    """A thread's 64 scores of a whole block have 34 distances, and as many are converted; the code
-    has two whole blocks."""
+    """A thread's 64 scores of a block have 34 distances; the code has two whole blocks."""
     fields, mods = mods_of("score")
     _, counts = build(replace(PLAIN, **fields), tmp_path, mods)
     if not counts:

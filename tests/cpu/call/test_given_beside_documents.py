@@ -1,8 +1,4 @@
-"""Tensors given to a call whose mask holds documents: results as those of the dense mask.
-
-More than 512 rows are computed as packed sequences, whose tensors have other shapes. A call draws
-what is given; FLASH_MASK_SIM_SEED draws others.
-"""
+"""Tensors given to a call with documents of more than 512 rows; FLASH_MASK_SIM_SEED draws."""
 
 from __future__ import annotations
 

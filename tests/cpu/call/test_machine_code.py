@@ -133,8 +133,7 @@ def waits_for_no_load(x: Instruction, boards: set[int | None]) -> Instruction:
 def test_dq_is_released_when_it_is_in_registers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the waits for loads, the warps that take dQ out of tensor memory would arrive while
-    their loads are in flight: the compiler waits where values are used, which is later."""
+    """The warps that load dQ wait for their loads before they arrive."""
     monkeypatch.setattr(umma, "wait_loads", lambda: None)
     with compile_lock(), compiler_keeps(f"--keep-cubin --dump-dir={tmp_path}"):
         compiled, _ = compile_variant(name)

@@ -1,5 +1,4 @@
-"""Masks among the arguments of the public call: what they mean, what a launch is found by, and what
-reaches the kernel. Needs no GPU: a recorder stands for the compiled function."""
+"""Masks among the arguments of the public call, with a recorder for the compiled function."""
 
 from __future__ import annotations
 

@@ -156,8 +156,7 @@ def choose(case: Case, limits: Limits | None = None, **more: Any) -> tuple[Execu
 
 
 def test_bits_of_one_entry_or_of_all() -> None:
-    """A callable that reads no batch index gets the bits of one entry, and one that reads it gets
-    those of each. A callable that reads the head gets none."""
+    """One entry serves all, unless the callable tells them apart."""
     for mask_mod, entries in (("checks", 1), ("documents", 3)):
         _, bits_plan = choose(Case("bits", 3, 300, 200, 4, 4, mask_mod=mask_mod))
         assert bits_plan is not None and bits_plan.shape == (entries, 3, 2, 128, 4)

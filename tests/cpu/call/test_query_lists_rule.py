@@ -1,5 +1,4 @@
-"""Which backwards take each query's selection of key blocks as query lists; explain tells why
-not."""
+"""Which backwards take each query's selection as query lists, and what explain says of others."""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ def test_compiles_well(head_dim: int, more: dict[str, Any], tmp_path: Path) -> N
 
 
 def test_entries_take_turns_over_a_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pairs, which several batch entries share, in a dense call on Hopper; also without its
-    gradient."""
+    """Of pairs, in a dense call on Hopper; also without its gradient."""
     small = plan_of(pair_case("small"))
     assert not small.problem.entries_first
     monkeypatch.setattr(entry_order, "LEAST_BYTES", 4 * 70 * 140 * BF16.itemsize)

@@ -92,8 +92,7 @@ MEASURED = [
 
 
 def decoding(row: dict[str, Any], lengths: Tensor | None = None) -> Splits | None:
-    """What the library chooses for a row of bench/results/decode_splits.jsonl, with tensors that
-    are views of one number."""
+    """What the library chooses for a row of bench/results/decode_splits.jsonl."""
     batch, keys, (heads_q, heads_kv), d = row["batch"], row["keys"], row["heads"], row["d"]
     zero = torch.zeros((), dtype=torch.bfloat16)
     q, k = zero.expand(batch, row["queries"], heads_q, d), zero.expand(batch, keys, heads_kv, d)
@@ -101,8 +100,7 @@ def decoding(row: dict[str, Any], lengths: Tensor | None = None) -> Splits | Non
 
 
 def test_decoding_takes_about_the_best_number_of_splits() -> None:
-    """By times of a GPU: within 1.5 % of the best of one pass, 2 to 16 splits, and stream-K chunks
-    in nine rows of ten, and never 6 % off. Chunks alone were up to 30 % off."""
+    """By GPU times: within 1.5 % of the best in nine rows of ten, and never 6 % off."""
     losses = []
     for row in MEASURED:
         splits, us = decoding(row), row["us"]

@@ -1,5 +1,4 @@
-"""Queries that begin at a position, on the CPU path: against dense attention that compares
-positions by itself, forward and backward."""
+"""Queries that begin at a position, on the CPU path, against positions that the test compares."""
 
 from __future__ import annotations
 

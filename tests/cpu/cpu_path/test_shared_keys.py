@@ -1,5 +1,4 @@
-"""Several sequences of queries with the keys of one batch entry in common: on the CPU path against
-dense attention that compares positions by itself, and what a plan for a GPU does with them."""
+"""Several sequences of queries over the keys of one batch entry: CPU results, and GPU plans."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ OTHERS = (
 
 
 def make(text: str) -> Callable[[Any], Mod]:
-    """The maker of a mask_mod by its number. A part after ` and_masks ` is a function of its
-    own."""
+    """The maker of a mask_mod by its number; after ` and_masks `, a function of its own."""
     for join in (" and_masks ", " or_masks "):
         if join in text:
             makers = [make(x) for x in text.split(join)]

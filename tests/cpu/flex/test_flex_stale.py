@@ -365,8 +365,7 @@ MODES = ("eager", "eager", "eager", "inference", "inference", "compiled")
 
 
 def run_history(seed: int, number: int) -> str:
-    """Draw a call, make it, and make it again after each of some rewrites; "" if it was right each
-    time, else what went wrong."""
+    """A drawn call after each of some rewrites: "" if all were right, else what went wrong."""
     rng = random.Random(f"{seed} {number}")
     name, mode = rng.choice(list(SUBJECTS)), rng.choice(MODES)
     if mode == "compiled" and rng.random() < 0.6:
@@ -468,8 +467,7 @@ def full_lists() -> tuple[Tensor, Tensor]:
 def test_the_device_reads_contents(
     captures: bool, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call, in the capture of a CUDA graph too, asks with the captured tensors themselves and
-    with lists made by operators, which a replay runs again; the host reads no contents."""
+    """In the capture of a CUDA graph, lists are made by operators; the host reads no contents."""
     ids = torch.arange(N) // 7
 
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

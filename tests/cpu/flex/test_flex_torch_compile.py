@@ -87,8 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 
 def test_masks_made_outside(backend: Counting) -> None:
-    """New masks of the same code, as a training loop makes them, compile nothing new, and captured
-    Parameters have gradients."""
+    """New masks of the same code compile nothing new, and captured Parameters have gradients."""
     compiled = torch.compile(attend, fullgraph=True, backend=backend)
     for length in (20, 7, 33, 50):
         check(compiled, attend, *tensors(), mask_of(length))
@@ -100,8 +99,7 @@ def test_masks_made_outside(backend: Counting) -> None:
 
 
 def test_a_captured_parameter_beside_a_block_mask(backend: Counting) -> None:
-    """As a training step makes them: new functions of the same code that capture another Parameter
-    compile nothing new."""
+    """New functions of the same code that capture another Parameter compile nothing new."""
 
     def closures(length: int) -> tuple[Callable[..., Tensor], nn.Parameter, BlockMask]:
         table = nn.Parameter(torch.randn(2, N))

@@ -1,7 +1,4 @@
-"""transformers' `attn_implementation="flex_attention"` on our kernels, by `patch_flex_attention`.
-
-transformers takes torch's function by name when its module is imported.
-"""
+"""transformers' `attn_implementation="flex_attention"`, by `patch_flex_attention`."""
 
 from __future__ import annotations
 
@@ -86,8 +83,7 @@ def test_against_eager(transformers: Any, name: str, sizes: dict[str, Any]) -> N
 def test_decoding_compiles_few_graphs(
     transformers: Any, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers itself compiles flex_attention. Its masks hold the position of each token, a
-    number that changes with the tokens."""
+    """transformers compiles flex_attention, with a number that changes with the tokens."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     eager, flex = models(transformers, "LlamaForCausalLM")
     tokens, padding = torch.randint(1, 128, (2, 11)), torch.ones(2, 11, dtype=torch.long)

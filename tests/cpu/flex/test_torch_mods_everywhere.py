@@ -222,8 +222,7 @@ def test_gradients_of_intervals_of_a_mod() -> None:
 
 
 def test_beside_other_masks(calls: list[AttentionCall]) -> None:
-    """A window joins a window. Intervals join no others, and what counts rows otherwise, or says
-    where the mod holds, keeps the mod."""
+    """A window joins a window; what intervals cannot join keeps the mod."""
     q, k, v = tensors()
     sliding, chunks = WITHOUT_TENSORS["two-sided"][0], WITHOUT_TENSORS["chunks"][0]
     at = torch.arange(S)

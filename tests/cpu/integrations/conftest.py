@@ -16,8 +16,7 @@ def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def activated_on_cpu() -> Iterator[None]:
-    """This package computes torch's operators of flash attention for CPU tensors, of which torch
-    has none, as it computes those of CUDA tensors for users."""
+    """This package computes torch's operators of flash attention for CPU tensors, too."""
     if not hasattr(attention, "register_flash_attention_impl"):
         pytest.skip("this version of torch has no registry of flash attention")
     attention.register_flash_attention_impl(

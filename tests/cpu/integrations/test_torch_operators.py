@@ -96,8 +96,7 @@ def test_the_operators_of_sdpa(
 
 @pytest.fixture
 def cpu_twin() -> Iterator[None]:
-    """`F.scaled_dot_product_attention` of CPU tensors, which calls an operator of its own, as it is
-    for CUDA tensors."""
+    """`F.scaled_dot_product_attention` of CPU tensors, as it is for CUDA tensors."""
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,

@@ -27,8 +27,7 @@ CALLS = (True, True), (True, False), (False, False)
 
 
 def rows_of(rank: int, is_balanced: bool) -> Tensor:
-    """Of which tokens a rank has the queries and keys: with load balance, the first and the last
-    chunks of all."""
+    """A rank's queries and keys: with load balance, the first and the last chunks of all."""
     chunks = torch.arange(SEQLEN).chunk(2 * WORLD if is_balanced else WORLD)
     if not is_balanced:
         return chunks[rank]

@@ -415,8 +415,7 @@ def test_layers_that_are_too_wide_on_a_gpu(
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 def test_norms_in_float32(weights: torch.dtype) -> None:
-    """Queries and keys are float32 then, and values have the dtype of the model, which the next
-    layer wants."""
+    """Queries and keys are float32 then, and values and the result have the model's dtype."""
     q, k, v = (x.detach() for x in inputs())
     low = [x.to(weights) for x in (q, k, v)]
     found = attend(q.float(), k.float(), low[2], None, module=Layer(dtype=weights))

@@ -193,8 +193,7 @@ def traces() -> Iterator[Callable[[], int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_lengths_are_not_traced(kind: str, traces: Callable[[], int]) -> None:
-    """After one mask at the beginning of a sequence, and two further on: numbers that change are
-    then known."""
+    """One mask at the beginning and two further on tell which numbers change."""
     count = 0
     for step, length in enumerate((12, 13, 17, 20, 31)):
         function = functions(2, length)[kind]
@@ -495,8 +494,7 @@ def test_gpt2_with_masks_made_before() -> None:
 
 
 def test_minimax_generates() -> None:
-    """Its mask is measured on layer 0, which is linear and keeps no keys. Of its cache eager sees
-    keys of padding, so eager computes without."""
+    """Layer 0 is linear and keeps no keys, and eager would see keys of padding in its cache."""
     sizes = {"layer_types": ["linear_attention", "full_attention"], "block_size": 8}
     sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1}
     pair = tiny.pair_of(transformers.MiniMaxConfig(**(tiny.SIZES | sizes)))

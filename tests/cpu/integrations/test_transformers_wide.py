@@ -88,8 +88,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_logits_and_gradients(
     situation: str, gemma4: Models, narrow_kernels: list[tuple[int, Any]]
 ) -> None:
-    """Rows of padding are NaN in eager attention by release and dtype, so sdpa says what they are
-    worth."""
+    """Against sdpa: rows of padding are NaN in eager attention by release and dtype."""
     call = CALLS[situation]
     rows = call.get("attention_mask", torch.ones_like(call["input_ids"]))
     right = gemma4.sdpa if situation == "left" else gemma4.eager

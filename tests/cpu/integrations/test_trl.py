@@ -1,5 +1,4 @@
-"""Tree attention with TRL's arguments: by gathered paths in float64, and TRL's own rows if it is
-installed."""
+"""Tree attention with TRL's arguments, against gathered paths in float64 and TRL's own rows."""
 
 from __future__ import annotations
 

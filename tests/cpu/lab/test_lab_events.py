@@ -59,8 +59,7 @@ def test_earlier_predictions_of_a_peer(
 
 
 def test_what_waits_for_each_other() -> None:
-    """Three parts of dQ are read before dP of the next block, unless dQ is in registers at once;
-    then all four, one after another, are what takes longest."""
+    """Three parts of dQ are read before dP of the next block, unless dQ is in registers at once."""
     slow, faster = RATES[2], RATES[2]._replace(read=900)
     model = backward(128)
     assert model.period(slow) - model.period(faster) == 3 * 100
@@ -75,8 +74,7 @@ def test_what_waits_for_each_other() -> None:
 
 
 def test_pairs_of_wide_heads_by_hand() -> None:
-    """At 192/128 dQ waits for P, dS in tensor memory and dK; S of the next block for a third of dQ.
-    At 256 bytes of shared memory take longer, where bulk adds do not."""
+    """At 192/128 the products wait; at 256 shared memory takes longer, where bulk adds do not."""
     cycles = {"S": 768, "dP": 512, "dV": 512, "dK": 768, "dQ": 768}
     pair = WidePair(cycles, 1024, (8192,) * 6, 2, 0)
     p = 768 + 150 + 1024 + 146

@@ -1,5 +1,4 @@
-"""A selection of key blocks for each query, on the CPU path, against the dense mask that it
-states."""
+"""A selection of key blocks for each query, on the CPU path, against its dense mask."""
 
 from __future__ import annotations
 

@@ -391,8 +391,7 @@ def test_gradients_of_checked_reads() -> None:
 
 
 def test_positions_that_a_visited_tile_evaluates() -> None:
-    """Also those that another mask hides, if the tile is visited; not those of tiles that are left
-    out, nor past the ends."""
+    """Hidden positions of visited tiles, but not left out tiles or what is past the ends."""
     q = torch.randn((1, 300, 1, 64))
     table = torch.zeros((300, 300))
     call: dict[str, Any] = {"score_mod": bias, "causal": True}

@@ -1,5 +1,4 @@
-"""Reads by differences that tables of all differences answer: which ones, and how large tables
-are."""
+"""Which reads by differences tables answer, and how large the tables are."""
 
 from __future__ import annotations
 

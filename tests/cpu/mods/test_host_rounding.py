@@ -163,8 +163,7 @@ def test_masks_and_derivatives(plain_cpu: list[str]) -> None:
 
 
 def test_every_kind_of_number_is_rounded_to_the_nearest() -> None:
-    """Of all signs, exponents and kept bits: ties, their neighbors, subnormal numbers, infinities
-    and NaN."""
+    """Ties and neighbors of all signs and exponents, subnormal numbers, infinities and NaN."""
     high = torch.arange(2**16, dtype=torch.int64)[:, None] << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     numbers = (high | low).to(torch.uint32).view(torch.float32)

@@ -1,5 +1,4 @@
-"""What the analysis of reads claims, against the reads themselves at all places of a small grid:
-of mods that nearly misled it, and of random ones (`random_programs.py`)."""
+"""What the analysis of reads claims, against the reads at all places of a small grid."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def reads_of(score_mod: Any, aux_tensors: Sequence[Tensor], wants: Sequence[int]
 
 
 def class_of(score_mod: Any, *dims: int, wants: int = 0, ids: int = 1) -> str:
-    """Of a CuTe mod whose first aux tensors are learned, of these dimensions; the last one holds
-    numbers, in `ids` dimensions."""
+    """Of a CuTe mod with learned aux tensors of these dimensions, and a last one of numbers."""
     tables = [torch.zeros((8,) * n) for n in dims]
     numbers = torch.zeros((8,) * ids, dtype=torch.int32)
     return reads_of(score_mod, [*tables, numbers], range(len(dims))).tensors[wants].read_class.value

@@ -297,8 +297,7 @@ def _modes_of(row: str) -> list[str]:
 
 
 def draw(rng: random.Random) -> Draw:
-    """Lengths of one draw differ by blocks, so that all that depends on a length differs at the
-    second one. They are on one side of 512, from which documents are packed."""
+    """Lengths of one draw differ by blocks, on one side of 512, from which documents are packed."""
     start = rng.choice((33, 33, 90, 530)) + rng.randrange(BLOCK)
     lengths = rng.sample(range(start, start + 5 * BLOCK, BLOCK), 3)
     row = rng.choice(sorted(TABLE))

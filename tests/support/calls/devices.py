@@ -69,8 +69,7 @@ class Device:
 def check_forward(
     device: Device, inputs: Inputs, delays: tuple[int | None, ...] = (None, 1), **more: Any
 ) -> None:
-    """Each run is close to the oracle, and has the bits of the others. Outputs of the caller, NaN
-    before, have these bits, too, and nothing is written around them."""
+    """Runs are close to the oracle and equal in every bit; the caller's outputs are guarded."""
     qkv, keywords = (inputs.q, inputs.k, inputs.v), inputs.keywords | more
     out, lse = device.forward(*qkv, **keywords, delay=delays[0])
     assert_close_to_oracle(out, lse, inputs)

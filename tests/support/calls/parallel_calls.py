@@ -344,8 +344,7 @@ def half_precision(group: dist.ProcessGroup) -> tuple[float, float]:
 
 
 def run_on_gpu(rank: int) -> dict[str, tuple[float, float]]:
-    """Of bfloat16 on a GPU for each rank: the error of own rows, and that of one call, against
-    float64 on the CPU; of out and of gradients, by method."""
+    """In bfloat16, a GPU a rank: errors against float64, own rows and one call, by method."""
     world, device = dist.get_world_size(), torch.device("cuda", rank)
     seqlen = 1024 * world
     mask = builders.causal_document([seqlen * 5 // 8, seqlen * 3 // 8])

@@ -28,8 +28,7 @@ def backward_call(*operands: Tensor, **keywords: Any) -> AttentionCall:
 def call_of(
     given: Case | Inputs, direction: Direction = Direction.FORWARD, **more: Any
 ) -> AttentionCall:
-    """The call of a case. more: keywords beside or instead of the case's. out, dout and lse of a
-    backward are 0."""
+    """The call of a case. more: other keywords. out, dout and lse of a backward are 0."""
     inputs = make_inputs(given) if isinstance(given, Case) else given
     qkv = inputs.q, inputs.k, inputs.v
     if direction is Direction.FORWARD:

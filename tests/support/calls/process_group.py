@@ -1,5 +1,4 @@
-"""Processes of a group (gloo on the CPU, or NCCL with a GPU each) that run a function, and what it
-returned."""
+"""Processes of a group (gloo, or NCCL with a GPU each) that run a function."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ def run_in_processes(
     timeout: float = 60,
     backend: str = "gloo",
 ) -> list[Any]:
-    """What `function(rank, *arguments)` returned in each process. timeout: of the group, in
-    seconds. The function is of a module, because the processes import it."""
+    """What a module's `function(rank, *arguments)` returned in each process. timeout: seconds."""
     with tempfile.TemporaryDirectory() as folder:
         told = function, arguments, world, folder, timeout, backend
         # one process imports, and the others are its copies

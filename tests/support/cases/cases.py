@@ -83,8 +83,7 @@ class Case:
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     def packed_if_supported(self) -> Case:
-        """Packing is refused where the heads of a group may see different things by list or by
-        column: there it is left to the library."""
+        """Packing is left to the library where heads of a group may see different things."""
         differs = self.blocks is not None or (self.column is not None and self.column_heads == "q")
         return replace(self, pack_gqa=None) if differs else self
 

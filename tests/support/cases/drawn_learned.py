@@ -1,5 +1,4 @@
-"""Drawn problems with learned tables: any masks, layouts and dtypes of `random_cases.py`, with one
-or two of the modifiers of `trained_mods.py`, one after the other."""
+"""Drawn problems with learned tables: `random_cases.py` with one or two of `trained_mods.py`."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class DrawnLearned(NamedTuple):
 
 
 def draw_learned(seed: int, dims: tuple[tuple[int, int], ...]) -> DrawnLearned:
-    """A problem in which some score matters for each table. dims: head dimensions, out of which
-    one pair is drawn."""
+    """A problem in which some score matters for each table. dims: of which one pair is drawn."""
     rng = random.Random(seed)
     while True:
         has_many = rng.random() < 0.4

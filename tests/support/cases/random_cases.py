@@ -65,8 +65,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def small_case(rng: random.Random, dims: tuple[tuple[int, int], ...], most: int) -> Case:
-    """A problem that joins several features, of sequences of at most so many tokens, two in a
-    batch, with head dimensions out of `dims` and either dtype."""
+    """Several features; sequences of at most so many tokens, two in a batch; d out of `dims`."""
     case = rng.choice((random_case, random_mask_case))(rng)
     head_dim, head_dim_v = rng.choice(dims)
     if case.strided == "fused_qkv":

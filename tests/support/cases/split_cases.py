@@ -9,8 +9,7 @@ from cases import BF16, FP32, Case
 
 
 class SplitCase(NamedTuple):
-    """num_splits: of the call, 0 for equal stream-K chunks. sms: as many shares as the host takes
-    the GPU to have SMs; few of the work tiles are then in one share."""
+    """num_splits: 0 for equal stream-K chunks. sms: shares; few of the work tiles are in one."""
 
     case: Case
     num_splits: int = 0
@@ -82,6 +81,5 @@ TABLED_CASES = (
 
 
 def take_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls whose cost is known take stream-K chunks like all others, so that small ones are in
-    chunks, too."""
+    """Small calls whose cost is known take stream-K chunks like all others."""
     monkeypatch.setattr("flash_mask_cute.call.splits._has_known_cost", lambda facts, problem: False)

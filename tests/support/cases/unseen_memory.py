@@ -1,5 +1,4 @@
-"""NaN and infinities where nobody may see them: rows that are not in use, and rows of queries that
-see nothing. Cases, and inputs that hold them, for tests of every kind."""
+"""NaN and infinities where nobody may see them: unused rows, and rows that see nothing."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ WIDE_UNUSED_CASES = (
 
 
 def with_unused(inputs: Inputs, value: float) -> Inputs:
-    """The same, the oracle's results included, with `value` in all rows of q, k and v that are not
-    in use."""
+    """The same, results included, with `value` in all unused rows of q, k and v."""
     tensors = {name: getattr(inputs, name).clone() for name in "qkv"}
     for name, tensor in tensors.items():
         tensor[~inputs.rows_in_use("q" if name == "q" else "k")] = value

@@ -34,8 +34,7 @@ class Extents(NamedTuple):
 
 @dataclass
 class Draw:
-    """Numbers for one mod. given: what takes the place of Parameters, in order, if there is any.
-    trained: the Parameters of the mod, in order."""
+    """given: in place of Parameters, in order, if any. trained: the Parameters, in order."""
 
     extents: Extents
     dtype: torch.dtype = torch.float32
@@ -108,8 +107,7 @@ def _batchified(draw: Draw) -> Mod:
 
 
 def _shared_prefix(draw: Draw) -> Mod:
-    """Several answers to one question: each sees the question and itself. Rows of padding (-1) see
-    nothing."""
+    """Answers see the question and themselves; rows of padding (-1) see nothing."""
     x = draw.extents
     segments = draw.stretches(x.batch, x.longest, mean=12)
     segments[:, x.longest - x.longest // 10 :] = -1

@@ -37,8 +37,7 @@ def mods_of(function: Function, x: Tensor) -> tuple[Callable[..., Tensor], Calla
 
 
 def assert_values(name: str, x: Tensor, out: Tensor, lse: Tensor, of_lse: float = 0.0) -> None:
-    """out (n, d), lse (n,): of queries of which each sees its own key. of_lse: error of LSE itself,
-    where exponentials are polynomials."""
+    """Of queries that see their own key alone. of_lse: error of LSE by polynomial exponentials."""
     function, bound = BOUNDS[name]
     wanted = function(x.double())
     if name != "sigmoid":

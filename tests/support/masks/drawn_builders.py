@@ -1,5 +1,4 @@
-"""Random masks of every builder, each with its definition, written out query by query and key by
-key."""
+"""Random masks of every builder, each with its definition query by query and key by key."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ class Drawn(NamedTuple):
 
 
 def dense_selection(selection: Tensor, block_size: int, seqlen_k: int) -> Tensor:
-    """bool (..., queries, seqlen_k): whether a query chose the block of a key; selection (...,
-    queries, k)."""
+    """bool (..., queries, seqlen_k): whether a query chose the block of a key."""
     block_of_key = torch.arange(seqlen_k) // block_size
     return (selection[..., None] == block_of_key).any(-2)
 
@@ -42,8 +41,7 @@ def dense_selection(selection: Tensor, block_size: int, seqlen_k: int) -> Tensor
 def draw_selection(
     gen: torch.Generator, shape: tuple[int, ...], num_blocks: int, dtype: torch.dtype
 ) -> Tensor:
-    """Numbers of blocks (..., queries, k): also negative ones and such as do not exist, repeated
-    ones, and queries without any."""
+    """(..., queries, k): also negative, too large and repeated numbers, and queries without any."""
     selection = torch.randint(-1, num_blocks + 2, shape, generator=gen).to(dtype)
     if shape[-1] > 1 and _pick(gen, True, False):
         selection[..., 1] = selection[..., 0]
@@ -59,8 +57,7 @@ def draw(
     most: int = 90,
     kind: int | None = None,
 ) -> Drawn:
-    """A call of up to three sequences of `most` keys, packed or not. kind: draws of one kind run
-    the same kernels."""
+    """Up to three sequences of `most` keys, packed or not; draws of one kind share kernels."""
     gen = torch.Generator().manual_seed(seed)
     kinds = gen if kind is None else torch.Generator().manual_seed(kind)
     is_packed = _pick(kinds, True, False)

@@ -92,8 +92,7 @@ def _eviction(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 
 
 def _eviction_steps(extents: Extents, generator: torch.Generator) -> Tensor:
-    """int32 (batch, heads_q, seqlen_k), the first query that a key is gone for; keys not innermost
-    in memory."""
+    """int32 (batch, heads_q, seqlen_k), first query that a key is gone for; keys not innermost."""
     shape = extents.batch, extents.seqlen_k, extents.heads_q
     last = 2 * extents.seqlen_q + 2
     return torch.randint(0, last, shape, generator=generator, dtype=torch.int32).mT
@@ -351,8 +350,7 @@ def states_of(dense: Tensor, block_size: tuple[int, int], rng: random.Random) ->
 
 
 def lists_of(states: Tensor, state: int) -> tuple[Tensor, Tensor]:
-    """(cnt, idx) int32 of the blocks of states (batch, heads, num_q_blocks, num_k_blocks) in one
-    state. Entries behind the count point nowhere."""
+    """(cnt, idx) int32 of the blocks in one state; entries behind the count point nowhere."""
     is_listed = states == state
     num_blocks = states.shape[-1]
     idx = (

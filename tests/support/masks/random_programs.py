@@ -61,8 +61,7 @@ class Draw:
         self.program = Program(seed)
 
     def index(self, bias: str, steps: int, alien: float) -> int:
-        """The number of the node of an index. bias: one of LEAVES. alien: how likely each leaf is
-        any other."""
+        """The node of an index. bias: one of LEAVES. alien: how likely each leaf is any other."""
         draw, program = self.random, self.program
         pool: list[int] = []
         for _ in range(draw.randint(2, 4)):
@@ -283,8 +282,7 @@ class RandomMod(NamedTuple):
         return tables, numbers
 
     def cute(self, branch: Callable[..., Any]) -> Callable[..., Any]:
-        """The CuTe mod; its aux tensors are the tables and the numbers. branch(condition, x, y): x
-        or y by control flow."""
+        """The CuTe mod of tables and numbers. branch(condition, x, y): by control flow."""
 
         def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
             place, numbers = (b[0], h[0], q[0], k[0]), aux[len(self.ranks) :]

@@ -21,8 +21,7 @@ EXTENTS = 2, 3, 13, 14
 
 
 class Language(NamedTuple):
-    """least, most: of two numbers. where: x if condition else y. look_up: the number at an index.
-    log: the whole part of the binary logarithm of a positive number."""
+    """look_up: the number at an index. log: the whole part of the binary logarithm."""
 
     least: Callable[[Any, Any], Any]
     most: Callable[[Any, Any], Any]

@@ -457,8 +457,7 @@ class TrainedInputs(NamedTuple):
 def make_trained(
     case: Case, name: str | TrainedRecipe, device: torch.device | str = "cpu"
 ) -> TrainedInputs:
-    """`make_inputs`, with a modifier of `TRAINED_MODS`, by its name, or another one, and trained
-    tensors of small numbers."""
+    """`make_inputs` with a modifier, of `TRAINED_MODS` or another, and trained tensors."""
     inputs = make_inputs(case, device)
     recipe = TRAINED_MODS[name] if isinstance(name, str) else name
     extents = Extents(case.batch, case.heads_q, case.seqlen_q, case.seqlen_k)
@@ -486,8 +485,7 @@ def reference_aux_gradients(
 def _aux_gradients(
     given: TrainedInputs, dout: Tensor, dlse: Tensor | None, rounding: _Rounding | None = None
 ) -> list[Tensor]:
-    """From gradients of scores, P * (dP - delta), in float64; delta is of out with a rounding, as
-    attention that keeps no probabilities has it."""
+    """From dS = P (dP - delta) in float64; delta is of a rounded out."""
     inputs = given.inputs
     leaves = [x.detach().double().requires_grad_() for x in given.trained]
     dense: Any = replace(cast(Any, inputs.dense), trained=tuple(leaves))

@@ -77,8 +77,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Expected(NamedTuple):
-    """out (batch, heads, seqlen_q, head_dim_v) and lse, float64; gradients of q, k, v and of the
-    Parameters of a score_mod."""
+    """In float64; gradients of q, k, v and of the Parameters of a score_mod."""
 
     out: Tensor
     lse: Tensor

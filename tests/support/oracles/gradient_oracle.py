@@ -148,8 +148,7 @@ def _gradient_names(inputs: Inputs) -> tuple[str, ...]:
 def _zeros(
     inputs: Inputs, dtype: torch.dtype | None, last: tuple[int, ...] = ()
 ) -> dict[str, Tensor]:
-    """A tensor for each gradient, with `last` added to its shape; dtype None: the operand's, but
-    float64 for the sink."""
+    """A tensor for each gradient, with `last` added to its shape; dtype None: the operand's."""
     operands = [inputs.q, inputs.k, inputs.v, inputs.plain_keywords["learnable_sink"]]
     return {
         name: torch.zeros(

@@ -118,8 +118,7 @@ def check_forward(call: HostileCall, expected: Right, out: Tensor, lse: Tensor, 
 def check_gradients(
     call: HostileCall, expected: Right, gradients: dict[str, Tensor | None], by: Bound
 ) -> None:
-    """Every element, those of rows in no use being 0. From |LSE| of 2^13 on: all are finite, and
-    those of v sum up to dout."""
+    """Every element. From |LSE| of 2^13 on: all are finite, and those of v sum up to dout."""
     largest = expected.largest_lse
     for name, (truth, unit) in expected.gradients.items():
         found = gradients[name]

@@ -65,8 +65,7 @@ class OneSequence(NamedTuple):
 
 
 def visible_mask(seqlen_q: int, seqlen_k: int, rule: Rule, device: torch.device) -> Tensor:
-    """Boolean (seqlen_q, seqlen_k). `ahead` counts how far a key lies beyond the row's own key;
-    the last row's own key is the last one."""
+    """Boolean (seqlen_q, seqlen_k); the last row's own key is the last one."""
     row = torch.arange(seqlen_q, device=device)[:, None]
     ahead = torch.arange(seqlen_k, device=device)[None, :] - (row + seqlen_k - seqlen_q)
     visible = torch.ones_like(ahead, dtype=torch.bool)
@@ -129,8 +128,7 @@ def _attend_each_sequence(
 def largest_scores(
     q: Tensor, k: Tensor, v: Tensor, dense: Dense | None = None, **keywords: Any
 ) -> Tensor:
-    """The largest visible score of each row in float64, laid out like lse; -inf where there is
-    none."""
+    """The largest visible score of each row in float64, laid out like lse; -inf without any."""
     rule = rule_of(q, **keywords)
     by_row = torch.full(q.shape[:-1], NEG_INF, dtype=FP64, device=q.device)
     slots = sequences((q, by_row), (k, v), **keywords)
@@ -160,8 +158,7 @@ def rule_of(
     seqused_k: Tensor | None = None,
     pack_gqa: bool | None = None,
 ) -> Rule:
-    """Of the keywords of the public call. Lengths are `sequences`' matter; max_seqlen_* and
-    pack_gqa change nothing, as they should nowhere."""
+    """Of the keywords of the public call; max_seqlen_* and pack_gqa change nothing."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return Rule(scale, causal, window_size_left, window_size_right, softcap, learnable_sink)
 
@@ -214,8 +211,7 @@ class Head(NamedTuple):
         return raw, x.modified(capped, head_idx)
 
     def attend(self, scores: Tensor) -> Attention:
-        """out, lse and probabilities of masked scores, of any size. Rows without a term have
-        gradients of 0."""
+        """out, lse and probabilities of masked scores; rows without a term have gradients of 0."""
         return attend(scores, self.v, self.sink)
 
 

@@ -78,8 +78,7 @@ def eager_tangents(inputs: Inputs, tangents: tuple) -> Pair:
 
 
 def assert_tangents_close(found: Pair, inputs: Inputs, tangents: tuple) -> None:
-    """The bound of a drawn call on both tangents: twice the error of eager attention in the same
-    dtype, and an ulp."""
+    """On both tangents: twice the error of eager attention in the same dtype, and an ulp."""
     exact, eager = reference_tangents(inputs, tangents), eager_tangents(inputs, tangents)
     assert_as_good_as_eager(found, exact, eager, inputs.case.id)
 

@@ -21,8 +21,7 @@ TANH_APPROX = 2.0**-10.987
 
 
 def lse_tolerance(inputs: Inputs) -> float:
-    """LSE_ATOL; with softcap also the error of tanh.approx on the largest score there can be, which
-    a score_mod may stretch."""
+    """LSE_ATOL; with softcap also the error of tanh.approx on the largest possible score."""
     if not inputs.case.softcap:
         return LSE_ATOL
     q_norm = inputs.q[inputs.rows_in_use("q")].double().norm(dim=-1).amax().item()
@@ -101,8 +100,7 @@ def assert_output_as_good(
 
 
 def assert_as_good(what: str, found: Tensor, exact: Tensor, eager: Tensor, name: str) -> None:
-    """At most twice the largest error of the same computation in its dtype, and an ulp; in float64,
-    what LSE and a score_mod leave of float32."""
+    """At most twice the largest error of the same computation in its dtype, and an ulp."""
     assert found.isfinite().all(), f"{name}: {what} is not finite"
     largest = exact.abs().amax().item() if exact.numel() else 0.0
     error, of_eager = (

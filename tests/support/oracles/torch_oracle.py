@@ -57,8 +57,7 @@ def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Sequence[int], ends_k: Sequence[int],
     window: tuple[int, int] = (-1, -1), scale: float | None = None,
 ) -> Dense:  # fmt: skip
-    """q, k, v (total, heads, head_dim), sequences between neighbours of ends; out is packed, lse is
-    (heads, total_q)."""
+    """q, k, v (total, heads, d), sequences between ends; lse (heads, total_q)."""
     outs, lses = [], []
     for i in range(len(ends_q) - 1):
         rows = slice(ends_q[i], ends_q[i + 1])
