@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.mod_names import named_in_graph, optional_mod, optional_name
@@ -541,22 +542,28 @@ def run_backward_operator(
     return dq, dk, dv, None if sink is None else dsink, *daux
 
 
-def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the operator's arguments as they are: in a trace their numbers may be symbols."""
-    q, k, v, sink, *arguments = inputs
-    out, lse, lse_low, _ = output
-    # inference tensors cannot be saved, and nothing reports when they change
-    ctx.places = [
-        i for i, x in enumerate(arguments) if isinstance(x, Tensor) and not x.is_inference()
-    ]
-    aux_tensors = saveable(arguments[_AUX_POSITION])
-    tensors = [arguments[i] for i in ctx.places]
-    low = None if _argument("score_mod", arguments) is None else lse_low
-    ctx.save_for_backward(q, k, v, sink, out, lse, low, *aux_tensors, *tensors)
-    ctx.arguments = [None if i in ctx.places else x for i, x in enumerate(arguments)]
-    ctx.arguments[_AUX_POSITION] = []
-    ctx.num_aux = len(aux_tensors)
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], *results: Tensor | None) -> list[Tensor]:
+    """Save results and inputs of an operator, and return the saved tensors. Inputs are saved as
+    they are: in a trace their numbers may be symbols."""
+    leaves, ctx.spec = pytree.tree_flatten((results, inputs))
+    ctx.leaves = [Tensor if isinstance(x, Tensor) else x for x in leaves]
+    tensors = saveable([x for x in leaves if isinstance(x, Tensor)])
+    ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
+    return tensors
+
+
+def saved_inputs(ctx: Any) -> Any:
+    """The results and the inputs of `save_inputs`."""
+    saved = iter(ctx.saved_tensors)
+    leaves = [next(saved) if x is Tensor else x for x in ctx.leaves]
+    return pytree.tree_unflatten(leaves, ctx.spec)
+
+
+def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, lse, lse_low, _ = output
+    has_mod = _argument("score_mod", inputs[4:]) is not None
+    save_inputs(ctx, inputs, out, lse, lse_low if has_mod else None)
 
 
 def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
@@ -567,11 +574,7 @@ def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: 
     if dout is None and dlse is None:
         others[_AUX_POSITION] = [None] * len(wanted)
         return None, None, None, None, *others
-    q, k, v, sink, out, lse, lse_low, *more = ctx.saved_tensors
-    arguments = list(ctx.arguments)
-    arguments[_AUX_POSITION] = more[: ctx.num_aux]
-    for i, x in zip(ctx.places, more[ctx.num_aux :], strict=True):
-        arguments[i] = x
+    (out, lse, lse_low), (q, k, v, sink, *arguments) = saved_inputs(ctx)
     # lse holds the sink for the backward
     sink = sink if needs_sink else None
     dout = torch.zeros_like(out) if dout is None else dout
