@@ -34,9 +34,8 @@ from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
-# cu_seqlens_q and page_table are those of the call. With out_given, which receives it, the result
-# out has no elements: operators return nothing that they were given. k_scales and v_scales are
-# k_descale and v_descale of the rows of a cache in fp8, which are written; others are of the call.
+# With out_given, which receives it, the result out has no elements: operators return nothing that
+# they were given. k_scales and v_scales are those k_descale and v_descale that are written.
 _library.define(
     "append_and_attend(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
     "Tensor cache_seqlens, Tensor? leftpad, Tensor? batch_idx, Tensor? cu_seqlens_k_new, "

@@ -53,8 +53,7 @@ from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 # Bounds of column intervals are an operand of the operators, so that a graph computes them once for
-# all calls with a mask. Tiles of both directions have as many keys for head dimensions up to 128,
-# but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
+# all calls with a mask. Most tiles have this many keys; calls with others compute their bounds.
 _TILE_N = 128
 
 # the first fields of `BlockSparseTensorsTorch`
@@ -93,8 +92,8 @@ _RESULTS = {
 }  # fmt: skip
 _AUX_POSITION = list(_ARGUMENTS).index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
-# Caches of compiled graphs on disk know operators by name and schema: one whose results change
-# their form gets another name.
+# Caches of compiled graphs on disk know operators by name and schema: one with results of another
+# form gets another name.
 _library.define(
     "block_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
 )

@@ -1,10 +1,8 @@
 """Attention that is called by torch's own functions, on the kernels of this package.
 
-`register` and torch's `activate_flash_attention_impl("mask_cute")` give torch's five operators of
-flash attention to this package: `F.scaled_dot_product_attention` where torch chooses flash,
-`varlen_attn`, its out form, nested tensors, and torch's context-parallel ring. `sdpa` is a context
-that takes `F.scaled_dot_product_attention` on any device and with masks. `kernels_run` says which
-kernel ran. docs/integrations.md compares them.
+`register` gives torch's operators of flash attention to this package: `varlen_attn`, nested
+tensors, torch's context-parallel ring, and `F.scaled_dot_product_attention` where torch chooses
+flash. `sdpa` takes the last on any device and with masks. docs/integrations.md compares them.
 """
 
 from __future__ import annotations

@@ -20,13 +20,7 @@ class Peers(NamedTuple):
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Peers:
-        """None: all processes.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialized.
-            TypeError: group is no process group.
-            ValueError: this process is not in the group.
-        """
+        """Raises RuntimeError, TypeError or ValueError as `context_parallel_attention` does."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "context_parallel_attention needs torch.distributed: call init_process_group first"
