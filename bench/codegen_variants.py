@@ -280,8 +280,7 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
 
 
 def _statistics() -> Iterator[tuple[str, AttentionVariant]]:
-    """All statistics of a walk, of blocks of a query and its heads or of many queries; of keys
-    alone with exact sums; of few rows."""
+    """All statistics of a walk, of one query or many; of keys with exact sums; of few rows."""
     names = "key_sums", "entropy", "block_sums", "block_maxima"
     for d in (64, 96, 128, 192, 256):
         keys = 64 if d == 256 else 128

@@ -364,8 +364,7 @@ def grown(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 
 @NEEDS_DISASSEMBLER
 def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> None:
-    """And costs nothing, unless it is so large that the scale might not hold it; and one that
-    multiplies the result joins what the softmax multiplies by."""
+    """For nothing, unless the scale might not hold it; the result's factor, too."""
     products = {}
     for mod in (bounded, squashed, unscaled, grown):
         problem = replace(PLAIN, score_mod=callable_key(mod))

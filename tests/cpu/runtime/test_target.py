@@ -54,6 +54,7 @@ def test_an_unknown_target_is_named() -> None:
         interface.explain(q, q, q, target="sm_80")
 
 
+@pytest.mark.shares(6)
 def test_explain_for_a_device_that_is_not_there() -> None:
     q = torch.zeros(1, 300, 2, 128, dtype=torch.bfloat16)
     explanation = interface.explain(q, q, q, causal=True, target="sm_100a")
