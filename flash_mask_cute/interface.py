@@ -36,6 +36,13 @@ from flash_mask_cute.call.arguments import (
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import know_keywords, public_call, refuse_keywords
+from flash_mask_cute.call.check.kvcache import (
+    Cache,
+    batch_of,
+    check_cache,
+    check_contents,
+    seqlens_of,
+)
 from flash_mask_cute.call.check.validate import check_split_keys
 from flash_mask_cute.call.explain import Explanation, explain_fwd
 from flash_mask_cute.call.explain_backward import backward_call
@@ -354,7 +361,8 @@ def explain(
     records.
 
     `window_size` and `block_sparse_tensors`, the names of `flash_attn_func`, mean the same here;
-    mods may be written in torch, as there.
+    mods may be written in torch, as there. `cache_seqlens` of `flash_attn_with_kvcache`, an int or
+    an int32 tensor (batch,), stands for `seqused_k`.
 
     deterministic: of the backward, as in `flash_attn_func`.
 
@@ -376,7 +384,9 @@ def explain(
         >>> q, k, v = torch.randn(3, 1, 512, 2, 64, dtype=torch.bfloat16)
         >>> print(explain(q, k, v, causal=True, target="sm_90a"))  # doctest: +SKIP
     """
-    keywords = _in_host_names(keywords)
+    given, keywords = keywords, _in_host_names(keywords)
+    if given.get("cache_seqlens") is not None:
+        keywords["seqused_k"] = _keys_in_cache(q, k, v, keywords)
     if unknown := keywords.keys() - set(_FWD_KEYWORDS):
         refuse_keywords("explain", {name: keywords.pop(name) for name in sorted(unknown)})
     call = AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
@@ -473,10 +483,29 @@ _, _, _, *_FWD_KEYWORDS = keywords_of(Direction.FORWARD)
 _OF_FUNCTIONAL = {
     "window_size": ("window_size_left", "window_size_right"),
     "block_sparse_tensors": ("block_sparse_tensors_torch",),
+    "cache_seqlens": ("seqused_k",),
 }
 know_keywords(
     "explain", ("q", "k", "v", "target", "deterministic", *_FWD_KEYWORDS, *_OF_FUNCTIONAL)
 )
+
+
+def _keys_in_cache(q: Tensor, k: Tensor, v: Tensor, keywords: Mapping[str, Any]) -> Tensor | None:
+    """seqused_k of keywords that had cache_seqlens in its place, as a tensor (batch,).
+
+    Raises:
+        TypeError, ValueError: the cache or its lengths are wrong, or there is padding, which
+            cache_seqlens counts and seqused_k does not.
+    """
+    page_table, leftpad = keywords.get("page_table"), keywords.get("leftpad_k")
+    if leftpad is not None:
+        raise ValueError(f"leftpad_k goes with seqused_k, not cache_seqlens, got {brief(leftpad)}")
+    batch = batch_of(q, keywords.get("cu_seqlens_q"))
+    cache = Cache(k, v, None, None, keywords.get("kv_batch_idx"), page_table, batch, q.device)
+    check_cache(cache, None)
+    cache = replaced(cache, seqlens=seqlens_of(keywords["seqused_k"], cache))
+    check_contents(cache)
+    return cache.seqlens
 
 
 def _in_host_names(keywords: Mapping[str, Any]) -> dict[str, Any]:

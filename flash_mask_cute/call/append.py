@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import CallLengths, OptionalTensors
 from flash_mask_cute.call.cache_writes import (
     check_entries_once,
     check_rotary_positions,
@@ -39,16 +40,12 @@ KERNEL_NAME = "append_kv"
 
 
 class Append(NamedTuple):
-    """The data to write, and its destination.
+    """New rows, and the cache (`Cache`) that they are written into.
 
-    k_cache, v_cache: (entries, rows, heads_kv, d), or pools of pages. k, v: the new rows (batch,
-    row, heads_kv, d), or (row, heads_kv, d) with cu_seqlens_k_new. cache_seqlens: (batch,) int32,
-    the rows in use of each sequence; the first leftpad are padding. batch_idx: (batch,)
-    int32, entries of the cache, or rows of page_table (batch or more, max_pages) if there is one.
-    cos, sin: (positions, pairs), which rotate the new keys, and q; q (batch, seqlen_q, heads_q, d),
-    or packed with cu_seqlens_q. rotary_seqlens: (batch,) int32, the position of the first new key,
-    if that is not cache_seqlens. interleaved, advances: see `AppendKV`. k_descale, v_descale: the
-    scales of caches in fp8 (`Cache`); those of rows are written.
+    k, v: (batch, row, heads_kv, d), or (row, heads_kv, d) with cu_seqlens_k_new. q: (batch,
+    seqlen_q, heads_q, d), or packed with cu_seqlens_q. cos, sin: (positions, pairs), which rotate
+    the new keys and q. rotary_seqlens: (batch,) int32, the position of the first new key; None:
+    cache_seqlens. interleaved, advances: see `AppendKV`.
     """
 
     k_cache: Tensor
@@ -78,11 +75,8 @@ class Append(NamedTuple):
     @property
     def written_scales(self) -> tuple[Tensor | None, Tensor | None]:
         """The scales of rows, which the write sets for the new ones."""
-        k, v = self.k_descale, self.v_descale
-        return (
-            k if k is not None and k.dim() == 3 else None,
-            v if v is not None and v.dim() == 3 else None,
-        )
+        k, v = (None if _rank(x) != 3 else x for x in (self.k_descale, self.v_descale))
+        return k, v
 
     @property
     def batch(self) -> int:
@@ -101,10 +95,10 @@ class Append(NamedTuple):
 
 
 class AppendFacts(NamedTuple):
-    """Facts that determine the kernel's code: names of dtypes, and the tensors that are present.
+    """Facts that determine the kernel's code: names of dtypes, and the tensors that are given.
 
-    dtype: of the new rows. scales: of caches in fp8, the ranks of k_descale and v_descale, None for
-    none of them; None for caches in `dtype`.
+    dtype: of the new rows. scales: the ranks of k_descale and v_descale for caches in fp8, and None
+    for caches in `dtype`.
     """
 
     dtype: str
@@ -121,10 +115,7 @@ class AppendFacts(NamedTuple):
 
     @staticmethod
     def create(x: Append) -> AppendFacts:
-        rotates, scales = x.cos is not None, None
-        if x.in_fp8:
-            k, v = x.k_descale, x.v_descale
-            scales = None if k is None else k.dim(), None if v is None else v.dim()
+        rotates = x.cos is not None
         return AppendFacts(
             dtype=dtype_name(x.k.dtype),
             is_packed=x.cu_seqlens_k_new is not None,
@@ -136,17 +127,19 @@ class AppendFacts(NamedTuple):
             is_packed_q=rotates and x.cu_seqlens_q is not None,
             interleaved=not rotates or x.interleaved,
             advances=not rotates or x.advances,
-            scales=scales,
+            scales=(_rank(x.k_descale), _rank(x.v_descale)) if x.in_fp8 else None,
         )
+
+
+def _rank(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.dim()
 
 
 def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
     """Write the new rows. Returns q, rotated if there is cos, and the number of keys of each
     sequence afterwards, int32 (batch,). Both are new tensors, except q without cos.
 
-    x: checked by `check_append`. target: the target of the kernel, for tensors on the CPU; None:
-    the
-    CPU path for these.
+    x: checked by `check_append`. target: of the kernel for tensors on the CPU; None: the CPU path.
     """
     if target is None and not x.k_cache.is_cuda:
         return _append_on_cpu(x)
@@ -156,8 +149,8 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
     if x.cos is not None:
         q = torch.empty_like(x.q, memory_format=torch.contiguous_format)
         rotary = (x.cos, x.sin, x.rotary_seqlens, x.q, q, x.cu_seqlens_q)
-    target_of_kernel = target or Target.from_device(x.k_cache.device)
-    function = by_facts(KERNEL_NAME, AppendFacts.create(x), build_append, target_of_kernel).function
+    of_kernel = target or Target.from_device(x.k_cache.device)
+    function = by_facts(KERNEL_NAME, AppendFacts.create(x), build_append, of_kernel).function
     k_cache, v_cache = x.k_cache, x.v_cache
     written: tuple[Tensor, ...] = k_cache, v_cache
     if x.in_fp8:
@@ -165,16 +158,9 @@ def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = (byte_conversion(y)(y) for y in (k_cache, v_cache))
     torch._C._increment_version(written)
     where = x.cache_seqlens, total, x.leftpad, x.batch_idx, x.page_table
-    arguments = (
-        (x.k, x.v, x.cu_seqlens_k_new),
-        (k_cache, v_cache, *where, x.k_descale, x.v_descale),
-        rotary,
-    )
-    if target is not None:
-        function(*arguments)
-    else:
-        with torch.cuda.device(x.k_cache.device):
-            function(*arguments)
+    cache = k_cache, v_cache, *where, x.k_descale, x.v_descale
+    with torch.cuda.device_of(x.k_cache):
+        function((x.k, x.v, x.cu_seqlens_k_new), cache, rotary)
     return q, total
 
 
@@ -194,39 +180,34 @@ def restored_on_error(x: Append) -> Iterator[None]:
 
 
 def _append_on_cpu(x: Append) -> tuple[Tensor, Tensor]:
-    starts = (x.cache_seqlens if x.rotary_seqlens is None else x.rotary_seqlens).tolist()
-    infos = _lengths(x)
-    slots = _slots(x)
+    infos, slots = _lengths(x), _slots(x)
     k, q = x.k, x.q
-    if x.cos is not None and x.sin is not None:
-        turned = x.cos, x.sin
-        k = _rotated(k, x.cu_seqlens_k_new, starts, turned, x.interleaved, True)
-        q = _rotated(q, x.cu_seqlens_q, starts, turned, x.interleaved, x.advances)
+    if x.cos is not None:
+        k = _rotated(x, k, x.cu_seqlens_k_new, advances=True)
+        q = _rotated(x, q, x.cu_seqlens_q, x.advances)
     append_rows(k, x.k_cache, infos, slots, x.k_descale)
     append_rows(x.v, x.v_cache, infos, slots, x.v_descale)
     total = [info.seqlen_k for info in infos]
     return q, torch.tensor(total, dtype=torch.int32, device="cpu")
 
 
-def _rotated(
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    starts: list[int],
-    turned: tuple[Tensor, Tensor],
-    interleaved: bool,
-    advances: bool,
-) -> Tensor:
-    """A rotated copy of x; each sequence begins at a position."""
-    out = x.clone()
-    for b, start in enumerate(starts):
-        rows: Any = b
+def _first_positions(x: Append) -> list[int]:
+    """The position of the first new key of each sequence, and of its first query."""
+    return (x.cache_seqlens if x.rotary_seqlens is None else x.rotary_seqlens).tolist()
+
+
+def _rotated(x: Append, rows: Tensor, cu_seqlens: Tensor | None, advances: bool) -> Tensor:
+    """A rotated copy of k or q."""
+    assert x.cos is not None and x.sin is not None
+    out = rows.clone()
+    for b, start in enumerate(_first_positions(x)):
+        own: Any = b
         if cu_seqlens is not None:
-            rows = slice(int(cu_seqlens[b]), int(cu_seqlens[b + 1]))
-        of_sequence = x[rows]
-        positions = torch.full((len(of_sequence),), start, device="cpu")
+            own = slice(int(cu_seqlens[b]), int(cu_seqlens[b + 1]))
+        positions = torch.full((len(rows[own]),), start, device="cpu")
         if advances:
-            positions += torch.arange(len(of_sequence), device="cpu")
-        out[rows] = rotate(of_sequence, *turned, positions, interleaved)
+            positions += torch.arange(len(positions), device="cpu")
+        out[own] = rotate(rows[own], x.cos, x.sin, positions, x.interleaved)
     return out
 
 
@@ -244,9 +225,7 @@ def _slots(x: Append) -> list[Slots]:
 
 def check_append(x: Append) -> None:
     """Refuse new rows that do not fit into the cache, and arguments that do not fit the rows.
-
-    Contents are checked on the CPU only (`cache_writes`). Raises TypeError or ValueError, naming
-    argument and value."""
+    Raises TypeError, ValueError, NotImplementedError, naming argument and value."""
     device = x.k_cache.device
     check_tensor("q", x.q)
     if x.cu_seqlens_k_new is not None:
@@ -305,18 +284,12 @@ def _check_descales(x: Append) -> dict[str, Tensor | None]:
             f"k_cache and v_cache in float8_e4m3fn have up to {MAX_HEAD_DIM} columns, got {most}"
         )
     of_rows: dict[str, Tensor | None] = {}
-    for name, descale, cache, is_written in zip(
-        "kv",
-        (x.k_descale, x.v_descale),
-        (x.k_cache, x.v_cache),
-        x.written_scales,
-        strict=True,
-    ):
+    for name, descale, cache in (("k", x.k_descale, x.k_cache), ("v", x.v_descale, x.v_cache)):
         if descale is not None:
-            check_descale(f"{name}_descale", descale, f"{name}_cache", cache, x.batch)
-        if is_written is not None:
-            check_own_memory(f"{name}_descale", is_written)
-            of_rows[f"{name}_descale"] = is_written
+            check_descale(descale, f"{name}_cache", cache, x.batch)
+            if descale.dim() == 3:
+                check_own_memory(f"{name}_descale", descale)
+                of_rows[f"{name}_descale"] = descale
     return of_rows
 
 
@@ -360,8 +333,9 @@ def _check_contents(x: Append) -> None:
     """Check contents of CPU tensors: lengths, places and positions."""
     if x.cu_seqlens_k_new is not None:
         packed_lengths("cu_seqlens_k_new", x.cu_seqlens_k_new.tolist(), len(x.k))
-    _check_room(x)
-    new = [info.seqlen_k_new for info in _lengths(x)]
+    infos = _lengths(x)
+    _check_room(x, infos)
+    new = [info.seqlen_k_new for info in infos]
     if x.page_table is not None:
         check_written_once(_slots(x))
     elif x.batch_idx is not None:
@@ -372,15 +346,15 @@ def _check_contents(x: Append) -> None:
     if x.cu_seqlens_q is not None:
         queries = packed_lengths("cu_seqlens_q", x.cu_seqlens_q.tolist(), len(x.q))
     by = "cache_seqlens" if x.rotary_seqlens is None else "rotary_seqlens"
-    starts = (x.cache_seqlens if x.rotary_seqlens is None else x.rotary_seqlens).tolist()
     longest = (max(n, m if x.advances else min(m, 1)) for n, m in zip(new, queries, strict=True))
+    starts = _first_positions(x)
     positions = [range(first, first + n) for first, n in zip(starts, longest, strict=True)]
     check_rotary_positions(len(x.cos), by, positions)
 
 
-def _check_room(x: Append) -> None:
+def _check_room(x: Append, infos: list[Any]) -> None:
     """Check that the new rows fit into the cache, and where they go."""
-    for b, info in enumerate(_lengths(x)):
+    for b, info in enumerate(infos):
         end = info.leftpad_k + info.seqlen_k
         if info.seqlen_k_og < 0 or end > x.capacity:
             raise ValueError(
@@ -389,9 +363,10 @@ def _check_room(x: Append) -> None:
                 f"{info.seqlen_k_new} more"
             )
     if x.page_table is not None:
-        lengths = [info.seqlen_k for info in _lengths(x)]
-        total = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        check_pages(x.k_cache, x.page_table, None, total, x.batch_idx, x.leftpad)
+        keys = [info.seqlen_k for info in infos]
+        total = torch.tensor(keys, dtype=torch.int32, device="cpu")
+        lengths = CallLengths(page_table=x.page_table, seqused_k=total)
+        check_pages(x.k_cache, lengths, OptionalTensors(x.batch_idx, x.leftpad))
 
 
 # -- the kernel ---------------------------------------------------------------------------------
@@ -404,12 +379,10 @@ def build_append(facts: AppendFacts, target: Target) -> Compiled:
     def rows(rank: int) -> Any:
         return fake_tensors.strided(rank, facts.dtype)
 
-    def vector(is_there: bool) -> Any:
-        return fake_tensors.int32_vector(is_there)
-
     def scales(rank: int | None) -> Any:
         return None if rank is None else fake_tensors.strided(rank, "float32")
 
+    vector = fake_tensors.int32_vector
     rank, rank_q = 3 if facts.is_packed else 4, 3 if facts.is_packed_q else 4
     cached = rows if facts.scales is None else fake_tensors.byte_rows
     rotary = None

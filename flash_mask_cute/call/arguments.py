@@ -23,8 +23,8 @@ class Direction(Enum):
 
 
 class CallLengths(NamedTuple):
-    """Where the sequences of a call begin, and how many of their rows are in use; None: not given.
-    q_starts: the argument q_start, if that is a tensor (`QStart`)."""
+    """Where the sequences of a call begin, and how many of their rows are in use. q_starts: the
+    argument q_start, if that is a tensor (`QStart`)."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -34,25 +34,19 @@ class CallLengths(NamedTuple):
     q_starts: Tensor | None = None
 
     def of_sequences(self) -> tuple[Tensor | None, ...]:
-        """Those by which sequences may have other lengths than q, k and v."""
-        return self[:_NUM_OF_SEQUENCES]
-
-
-# the fields of `of_sequences` are the first ones
-_NUM_OF_SEQUENCES = CallLengths._fields.index("q_starts")
+        """Those by which sequences may have other lengths than q, k and v: all but q_starts."""
+        return self[:-1]
 
 
 class OptionalTensors(NamedTuple):
-    """Tensors of a forward that few calls have; None: not given.
+    """Tensors of a forward that few calls have. Such a call has no gradients.
 
     A field here is all that carries such a tensor from a public function to the kernels, the CPU
-    path and torch's operators: keys, problems, launches and the names of the kernels' parameters
-    (`parameter_of`) are made of these fields. Such a call has no gradients.
+    path and torch's operators.
 
-    kv_batch_idx, leftpad_k: beside page_table, the row of it that a sequence has, and the rows
+    kv_batch_idx, leftpad_k: beside page_table, the row of it that a sequence uses, and the rows
     before its first key. causal_per_seq: the argument causal, if that is a tensor; `Options.causal`
-    is then False. k_descale, v_descale: of keys and values in fp8, what their numbers are
-    multiplied by.
+    is then False. k_descale, v_descale: factors of keys and values in fp8.
     """
 
     kv_batch_idx: Tensor | None = None
@@ -63,8 +57,7 @@ class OptionalTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a backward: dout and dlse are inputs, the others outputs. dq, dk and dv are new tensors if
-    None."""
+    """Of a backward: dout and dlse are inputs, the others outputs."""
 
     dout: Tensor | None = None
     dlse: Tensor | None = None
@@ -83,13 +76,11 @@ def lengths_of(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_q: Tensor | None,
     seqused_k: Tensor | None, page_table: Tensor | None, q_starts: Tensor | None,
 ) -> CallLengths:  # fmt: skip
-    """The lengths of a call, which are always the same object if there are none."""
-    if not (
-        cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is q_starts is None
-    ):
-        given = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts
-        return made(CallLengths, given)
-    return NO_LENGTHS
+    """The lengths of a call; one object if all are None."""
+    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is q_starts is None:
+        return NO_LENGTHS
+    given = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, q_starts
+    return made(CallLengths, given)
 
 
 def optional_of(given: Iterable[Tensor | None]) -> OptionalTensors:
@@ -99,10 +90,10 @@ def optional_of(given: Iterable[Tensor | None]) -> OptionalTensors:
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call of either direction, without those of its masks; None: not given.
+    """The tensors of a call of either direction, without those of its masks.
 
-    out, lse, lse_low: outputs of a forward, new tensors if None, and inputs of a backward.
-    max_scores: an output of a forward, written only if given.
+    out, lse, lse_low: outputs of a forward, and inputs of a backward. max_scores: an output of a
+    forward. lse_low and max_scores are written only if given.
     """
 
     q: Tensor
@@ -197,11 +188,8 @@ def masks_of(
 
 
 class Options(NamedTuple):
-    """Arguments of a call that are neither tensors nor masks.
-
-    num_splits and what follows are of the forward. config: a `FwdConfig`, what
-    `FwdConfig.from_value` takes, or None. is_recorded: autograd records the call (`recorded`).
-    """
+    """Arguments of a call that are neither tensors nor masks. num_splits and those after it are of
+    the forward. is_recorded: autograd records the call."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -219,9 +207,8 @@ class Options(NamedTuple):
     is_recorded: bool = False
 
     def recorded(self) -> Options:
-        """The options as autograd records them. LSE is wanted. If the library chooses the number of
-        splits, it is one pass, so that the backward is the derivative of its bits. Sums that are
-        cut at keys are cut at the same keys."""
+        """The options as autograd records them, with LSE. If the library chooses the number of
+        splits, it is one pass, so that the backward is the derivative of its bits."""
         number, keys, pack_gqa, _, config, _ = self[_SHARED:]
         number = number or (1 if keys is None else 0)
         return made(Options, (*self[:_SHARED], number, keys, pack_gqa, True, config, True))
@@ -236,7 +223,7 @@ _SHARED = Options._fields.index("num_splits")
 
 
 class BackwardOptions(NamedTuple):
-    """Options of the backward alone. config: as in `Options`, but a `BwdConfig`."""
+    """Options of the backward alone."""
 
     score_mod_bwd: Callable[..., Any] | None = None
     deterministic: bool = False
@@ -249,7 +236,7 @@ NO_OPTIONS, NO_BACKWARD_OPTIONS = Options(), BackwardOptions()
 def backward_options_of(
     score_mod_bwd: Callable[..., Any] | None, deterministic: bool, config: Any
 ) -> BackwardOptions:
-    """The options of a call's backward, always the same object if all have their defaults."""
+    """The options of a call's backward; one object if all have their defaults."""
     if score_mod_bwd is None and deterministic is False and config is None:
         return NO_BACKWARD_OPTIONS
     return BackwardOptions(score_mod_bwd, deterministic, config)
@@ -279,11 +266,8 @@ PreparedBwd: TypeAlias = Callable[[Tensors, Masks | None], tuple[Tensor, Tensor,
 
 
 class AttentionCall(NamedTuple):
-    """A call of attention: its form from the public functions to the plan.
-
-    A call of a public function becomes one by its arguments alone. Autograd adds what the backward
-    needs, which has the same form. masks: None if there are none.
-    """
+    """A call of attention: its form from the public functions to the plan. Autograd makes the call
+    of the backward, in the same form."""
 
     tensors: Tensors
     masks: Masks | None = None
@@ -371,8 +355,8 @@ BY_POSITION = (
 
 
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
-    """Left and right sides, as the host calls take them, of a pair in which -1 may stand for None.
-    Raises ValueError: it is no pair."""
+    """Left and right sides of a pair in which -1 may stand for None. Raises ValueError: it is no
+    pair."""
     sides: Any = window_size
     if type(sides) is not tuple and isinstance(sides, Tensor):
         sides = ()

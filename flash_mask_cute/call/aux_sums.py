@@ -17,20 +17,18 @@ def new_sums(
     exact_aux: tuple[int, ...] = (),
     entries: Mapping[int, int] | None = None,
 ) -> dict[int, Tensor]:
-    """Zeros for the sums of aux tensor gradients, by index. exact_aux: those with exact sums, as
-    words (`mods/fixed_point_sums.py`), the first dimension; the others have `dtype`. entries: of
-    those with sums for each batch entry, the first dimension."""
+    """Zeros for the sums of aux tensor gradients, by index. exact_aux: those with exact sums, whose
+    first dimension is that of words (`mods/fixed_point_sums.py`); the others have `dtype`. entries:
+    batch entries of those with sums for each, the first dimension."""
     sums: dict[int, Tensor] = {}
     for i in wants_aux:
-        x = daux[i]
-        if x is None:
+        if (x := daux[i]) is None:
             continue
         if i in exact_aux:
             sums[i] = x.new_zeros((fixed_point_sums.NUM_WORDS, *x.shape), dtype=torch.int64)
-        elif entries is not None and i in entries:
-            sums[i] = x.new_zeros((entries[i], *x.shape), dtype=dtype)
         else:
-            sums[i] = x.new_zeros(x.shape, dtype=dtype)
+            of_entries = () if entries is None or i not in entries else (entries[i],)
+            sums[i] = x.new_zeros((*of_entries, *x.shape), dtype=dtype)
     return sums
 
 

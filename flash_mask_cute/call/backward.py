@@ -1,8 +1,8 @@
-"""A backward with all decisions that follow from metadata made, as `prepared` for the forward.
+"""Prepared backwards, as `forward.py` for forwards.
 
-On a GPU it runs three kernels: statistics of the query rows, the main kernel, and the conversion of
-dQ. A fourth one runs if new gradients are packed. The kernels share scratch memory that each call
-allocates.
+On a GPU a backward runs three kernels: statistics of the query rows, the main kernel, and the
+conversion of dQ. A fourth one runs if new gradients are packed. They share scratch memory that each
+call allocates.
 """
 
 from __future__ import annotations
@@ -41,15 +41,6 @@ _CONVERTED = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "learnable_sink")
 class KernelBackward:
     """Runs the compiled kernels on the current stream, after that of mask bits, if any."""
 
-    __slots__ = (
-        "_accum_shape", "_conversions", "_entry_aux", "_exact_aux", "_factor_dq", "_has_aux",
-        "_kernels", "_lists_read_lse", "_make_lists", "_make_mask_bits", "_make_shared",
-        "_make_tables", "_mask_arguments", "_padding", "_partial_shapes", "_parts_shape",
-        "_q_start", "_reads_q_starts", "_reads_query_early", "_scale", "_scale_dq",
-        "_semaphores_shape", "_softcap",
-        "_stats_shape", "_wants_aux", "_window_left", "_window_right", "_written",
-    )  # fmt: skip
-
     def __init__(
         self,
         plan: ExecutionPlan,
@@ -60,7 +51,7 @@ class KernelBackward:
     ) -> None:
         self._make_tables = make_tables
         self._make_shared = make_shared
-        problem, facts, scratch = plan.problem, plan.gradients, BwdScratch.of(plan)
+        problem, facts = plan.problem, plan.gradients
         assert facts is not None
         self._kernels = kernels
         self._make_mask_bits = make_mask_bits
@@ -72,14 +63,9 @@ class KernelBackward:
             self._make_lists = QueryListMaker(facts_of_lists, extents, arch)
             self._lists_read_lse = facts_of_lists.has_lse
         self._has_aux = bool(problem.aux)
-        self._stats_shape, self._accum_shape = scratch.stats, scratch.dq_sums
+        self._scratch = BwdScratch.of(plan)
         self._reads_query_early = problem.may_empty_rows
-        self._parts_shape = scratch.sink_parts
-        self._partial_shapes = None
-        if scratch.dk_parts is not None and scratch.dv_parts is not None:
-            self._partial_shapes = scratch.dk_parts, scratch.dv_parts
         self._padding = facts.padding
-        self._semaphores_shape = scratch.semaphores
         self._wants_aux = problem.wants_aux
         self._exact_aux = problem.exact_aux
         self._entry_aux = problem.entry_aux
@@ -97,9 +83,7 @@ class KernelBackward:
         self._q_start = plan.q_start.operand()
         self._reads_q_starts = plan.q_start.kind == EACH
         self._softcap = plan.softcap if problem.has_softcap else None
-        self._mask_arguments = MaskArguments(
-            plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
-        )
+        self._mask_arguments = MaskArguments(plan)
         self._conversions = any_or_none(*(plan.conversions[name] for name in _CONVERTED))
 
     def __call__(
@@ -113,18 +97,9 @@ class KernelBackward:
         if index >= 0 and index != current_device():
             with torch.cuda.device(index):
                 return self(tensors, masks)
-        if dq is None:
-            dq = new_gradient(q)
-        else:
-            count_writing(dq)
-        if dk is None:
-            dk = new_gradient(k)
-        else:
-            count_writing(dk)
-        if dv is None:
-            dv = new_gradient(v)
-        else:
-            count_writing(dv)
+        dq = new_gradient(q) if dq is None else _counted(dq)
+        dk = new_gradient(k) if dk is None else _counted(dk)
+        dv = new_gradient(v) if dv is None else _counted(dv)
         result = dq, dk, dv
         if dlse is not None and dlse.is_neg():
             # autograd negates lazily after a conjugation; a copy of such a dout is no longer so
@@ -152,19 +127,20 @@ class KernelBackward:
         own_aux = aux_tensors
         if self._make_tables is not None and aux_tensors is not None:
             aux_tensors = self._make_tables(aux_tensors)
-        stats = q.new_empty(self._stats_shape, dtype=torch.float32)
+        scratch = self._scratch
+        stats = q.new_empty(scratch.stats, dtype=torch.float32)
         dq_accum = None
-        if self._accum_shape is not None:
-            dq_accum = q.new_empty(self._accum_shape, dtype=torch.float32)
-        if self._parts_shape is None:
+        if scratch.dq_sums is not None:
+            dq_accum = q.new_empty(scratch.dq_sums, dtype=torch.float32)
+        if scratch.sink_parts is None:
             sink = None
         else:
-            parts = q.new_empty(self._parts_shape, dtype=torch.float32)
+            parts = q.new_empty(scratch.sink_parts, dtype=torch.float32)
         cleared = semaphores = None
-        if self._semaphores_shape is None:
+        if scratch.semaphores is None:
             cleared = dq_accum
         else:
-            semaphores = q.new_empty(self._semaphores_shape, dtype=torch.int32)
+            semaphores = q.new_empty(scratch.semaphores, dtype=torch.int32)
         aux_sums: dict[int, Tensor] | None = None
         aux_grads: Any = None
         if daux is not None:
@@ -174,10 +150,11 @@ class KernelBackward:
         preprocess, main, postprocess, zero_padding, add_parts = self._kernels
         dq_accum = dq if dq_accum is None else dq_accum
         dk_sums, dv_sums = dk, dv
-        if self._partial_shapes is not None:
+        if scratch.dk_parts is not None and scratch.dv_parts is not None:
             # CTAs with query lists add to sums, others store theirs
             new = q.new_empty if self._make_lists is None else q.new_zeros
-            dk_sums, dv_sums = (new(shape, dtype=torch.float32) for shape in self._partial_shapes)
+            dk_sums = new(scratch.dk_parts, dtype=torch.float32)
+            dv_sums = new(scratch.dv_parts, dtype=torch.float32)
         preprocess(
             out, dout, lse, dlse, stats, cleared, semaphores, sink, parts, cu_seqlens_q, seqused_q,
             q if self._reads_query_early else None, lse_low,
@@ -215,19 +192,14 @@ class KernelBackward:
     def _query_lists(
         self, masks: Masks, lengths: CallLengths, lse: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """The lists of this call's choice, new, as the kernel takes them."""
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, q_starts = lengths
+        """The lists of this call's selection, as the kernel takes them."""
         assert self._make_lists is not None
-        made = self._make_lists(
-            masks.block_sparse_tensors_torch.by_entry,
-            ListLengths(
-                *(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-                *(self._window_left, self._window_right),
-                q_starts if self._reads_q_starts else self._q_start,
-                lse if self._lists_read_lse else None,
-            ),
+        of_call = ListLengths(
+            *(*lengths[:4], self._window_left, self._window_right),
+            lengths.q_starts if self._reads_q_starts else self._q_start,
+            lse if self._lists_read_lse else None,
         )
-        return tuple(made)
+        return tuple(self._make_lists(masks.block_sparse_tensors_torch.by_entry, of_call))
 
 
 class EmptyBackward:
@@ -289,6 +261,12 @@ class CpuBackward:
             of.dsink.copy_(dsink)
         write_gradients(daux, aux_sums)
         return _written(dq, of.dq), _written(dk, of.dk), _written(dv, of.dv)
+
+
+def _counted(given: Tensor) -> Tensor:
+    """The caller's tensor, to which a kernel writes."""
+    count_writing(given)
+    return given
 
 
 def _zeros(like: Tensor, given: Tensor | None) -> Tensor:

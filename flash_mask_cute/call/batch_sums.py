@@ -1,5 +1,4 @@
-"""Kernels that walk over batch entries: what they compute, in how many parts of the batch, and the
-order of sums of gradients of aux tensors.
+"""Kernels that walk over batch entries, and the order of sums of gradients of aux tensors.
 
 `sm90/flash_bwd_shared.py` sums gradients of scores over the batch. So a table that scores of all
 batch entries share gets an addition for each query and key, and not for each score. Where an entry
@@ -21,7 +20,7 @@ from flash_mask_cute.call.aux_sums import new_sums
 from flash_mask_cute.call.execution_plan import ExecutionPlan, SharedSums, ShortTile
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.forward import count_writing
-from flash_mask_cute.call.kernel_operands import BACKWARD
+from flash_mask_cute.call.kernel_operands import BACKWARD, sums_of_aux
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import BwdChoice
@@ -29,9 +28,8 @@ from flash_mask_cute.mods.fixed_point_sums import MOST_ENTRIES
 from flash_mask_cute.mods.read_classes import MOST_POSITION, ReadClass, SummedBy, TensorReads
 from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
+from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
-from flash_mask_cute.runtime.fake_tensors import strided
 from flash_mask_cute.runtime.target import Target
 
 # queries and keys of a tile (`sm90/flash_bwd_shared.py`)
@@ -39,19 +37,18 @@ TILE = 128
 # With one entry, no two scores add to an element.
 LEAST_BATCH = 2
 MOST_PARTS = 32
-# Of a part, where several scores of an entry add to an element: with fewer, the main kernel sums
-# along lines and walks in less time.
+# Of a part, where several scores of an entry add to an element. With fewer, the main kernel, which
+# sums along lines, is faster.
 LEAST_ENTRIES = 16
-# Of wider heads, the main kernel sums along lines in less time: 2500 clocks of 128 queries and keys
-# by the main kernel, 1300 by this one at d=32 and 5200 at d=128.
+# In wider heads, the main kernel sums along lines in less time: 2500 clocks for 128 queries and
+# keys, against 1300 of this kernel at d=32 and 5200 at d=128.
 MOST_DIM_BEFORE_LINES = 32
-# Short sequences of all heads for each SM, to walk over: with fewer, the main kernel has as much to
-# do for a CTA.
+# Short sequences of all heads for each SM. With fewer, a CTA of the main kernel does as much.
 LEAST_SHORT = 4
-# Keys of a tile where an entry has several, and columns of heads that it may have.
+# Keys of a tile where an entry has several tiles, and the most columns of its heads.
 KEYS_OF_ENTRIES, MOST_COLUMNS_OF_ENTRIES = 64, 64
-# Estimates: clocks of a batch entry of a tile, entries that a CTA's beginning and end take as long
-# as, and clocks for which an SM writes and reads a byte of a part's sums.
+# Estimates: clocks of a batch entry of a tile, entries that take as long as the beginning and end
+# of a CTA, and clocks in which an SM writes and reads a byte of a part's sums.
 ENTRY_CLOCKS, ENTRIES_OF_ENDS, BYTE_CLOCKS = 1300, 3, 1 / 10
 
 
@@ -146,8 +143,7 @@ def _choose_entries(plan: ExecutionPlan) -> SharedSums | None:
 def traits_of(
     problem: AttentionProblem, choice: BwdChoice, shared: SharedSums, target: Target
 ) -> Any:
-    """The traits of the kernel that makes the sums: `SharedTraits`, `ShortTraits` or
-    `EntryTraits`."""
+    """The `SharedTraits`, `ShortTraits` or `EntryTraits` of the kernel that makes the sums."""
     of_kernels, tile = arch_spec(target).backward.entry_traits(), shared.short
     dtype = fake_tensors.cutlass_dtype(problem.dtype)
     of_problem = dtype, problem.head_dim, problem.head_dim_v
@@ -210,8 +206,8 @@ def num_parts(shapes: FwdShapes, num_sms: int) -> int:
 def sums_in_order(
     call: AttentionCall, score_mod: Callable, problem: AttentionProblem, wants_aux: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The aux tensors among these whose sums are of integers, so that their order does not matter,
-    and those that are summed for each batch entry by itself."""
+    """The aux tensors with sums of integers, whose order does not matter, and those with a sum for
+    each batch entry."""
     reads = find_reads(score_mod, problem, wants_aux)
     entry_aux: tuple[int, ...] = ()
     multi_reader = reads.multi_reader
@@ -246,19 +242,10 @@ def why_unordered_on(device: torch.device, have_shared_keys: bool) -> str | None
 NAME, SHORT_NAME = "bwd_shared", "bwd_short"
 
 
-def compile_shared_sums(
-    score_mod: Callable[..., Any] | None,
-    problem: AttentionProblem,
-    choice: BwdChoice,
-    shared: SharedSums,
-    target: Target,
-    cache: CompileCache = CACHE,
-) -> Compiled:
-    """The compiled kernel, from the cache or built now. `function` takes q, k, v, dout and stats as
-    the main kernel does, the sums and the aux tensors, as tuples, the scale, the number of
-    parts, both sides of the window, and mask bits. For short sequences, dq or sums of dq, dk and dv
-    follow stats, the scale of dq the scale, and there are no mask bits; of no tensors there is
-    None."""
+def compile_shared_sums(plan: ExecutionPlan) -> Compiled:
+    """The compiled kernel, from the cache or built now. `MakeSharedSums` calls its `function`."""
+    problem, choice, shared, target = plan.problem, plan.bwd_choice, plan.shared, plan.target
+    assert shared is not None
     facts = {
         "dtype": problem.dtype,
         "head_dims": (problem.head_dim, problem.head_dim_v),
@@ -273,10 +260,10 @@ def compile_shared_sums(
     }
     if shared.short is not None:
         facts["tile"] = tuple(shared.short)
-    return cache.get(
+    return CACHE.get(
         NAME if shared.short is None else SHORT_NAME,
         lambda: facts,
-        lambda: build_shared_sums(score_mod, problem, choice, shared, target),
+        lambda: build_shared_sums(plan.masks.score_mod, problem, choice, shared, target),
         arch=target.arch,
         options=options_of(target),
         token=tuple(facts.values()),
@@ -306,33 +293,22 @@ def build_shared_sums(
     # gradients may have other strides than their tensors
     of, like = ({row.argument: row.fake(problem, choice) for row in BACKWARD} for _ in range(2))
     arguments = [of[name] for name in ("q", "k", "v", "dout", "stats")]
-    sums, number = _sums(problem, shared), cutlass.Int32(1)
+    sums = sums_of_aux(problem, shared.numbers, shared.exact, shared.once)
+    number = cutlass.Int32(1)
     if short is None:
         arguments += [sums, of["aux_tensors"], of["scale"], number, of["stream"]]
         more = of["window_left"], of["window_right"], of["mask_bits"]
     else:
         target_of_dq = "dq_accum" if short.several_keys else "q"
         arguments += [like[name] for name in (target_of_dq, "k", "v")]
-        arguments += [sums or None, of["aux_tensors"], of["scale"], of["scale"], number]
+        arguments += [sums, of["aux_tensors"], of["scale"], of["scale"], number]
         more = of["stream"], of["window_left"], of["window_right"]
     return compile_object(kernel, [*arguments, *more], options_of(target))
-
-
-def _sums(problem: AttentionProblem, shared: SharedSums) -> tuple[Any, ...]:
-    def sums_of(i: int) -> Any:
-        _, rank = problem.aux[i]
-        if i in shared.exact:
-            return strided(rank + 1, "int64")
-        return strided(rank + int(i in shared.once), "float32")
-
-    return tuple(map(sums_of, shared.numbers))
 
 
 class MakeSharedSums:
     """Makes the sums of a plan, and all gradients of short sequences. function: of
     `compile_shared_sums`."""
-
-    __slots__ = "_count", "_function", "shared"
 
     def __init__(self, shared: SharedSums, shapes: FwdShapes, function: Callable[..., Any]) -> None:
         self.shared, self._function = shared, function
@@ -348,9 +324,9 @@ class MakeSharedSums:
         *more: Any,
     ) -> dict[int, Tensor]:
         """The sums by number of the tensor, with the parts as the first dimension, or as
-        `new_sums` makes them; of one part in the gradient itself, if it can have them. operands:
-        q, k, v, dout, stats; gradients: dq or sums of dq, dk, dv; scales: of scores and dk, and of
-        dq; more: both sides of the window, and mask bits."""
+        `new_sums` makes them. Those of one part are made in the gradient itself, if possible.
+        operands: q, k, v, dout, stats; gradients: dq or sums of dq, dk, dv; scales: of scores and
+        dk, and of dq; more: both sides of the window, and mask bits."""
         numbers, parts, once, exact, short = self.shared
         others = tuple(i for i in numbers if i not in once)
         sums = new_sums(daux, others, torch.float32, exact)
@@ -407,8 +383,7 @@ _COSTS = {
 
 
 class AuxGradient(NamedTuple):
-    """The gradient of an aux tensor through score_mod. number: of the tensor. is_wanted: it
-    requires grad. cost: of its gradient, in words."""
+    """The gradient of an aux tensor through score_mod. is_wanted: the tensor requires grad."""
 
     number: int
     reads: TensorReads
@@ -427,8 +402,8 @@ class AuxGradient(NamedTuple):
 def explain_reads(
     run: ExecutionPlan, aux_tensors: Sequence[Tensor] | None
 ) -> tuple[AuxGradient, ...]:
-    """Of the tensors that require grad; if there are none, of each floating-point tensor that
-    score_mod reads, as if it alone did. run: the plan of the backward."""
+    """The gradients of the tensors that require grad. If none does, those of all floating-point
+    tensors that score_mod reads, as if each alone did. run: the plan of the backward."""
     score_mod = run.masks.score_mod
     if score_mod is None or aux_tensors is None or run.problem.score_mod_bwd is not None:
         return ()
@@ -436,21 +411,20 @@ def explain_reads(
     wanted = tuple(sorted((*run.problem.wants_aux, *shared)))
     if wanted:
         together = find_reads(score_mod, run.problem, wanted)
-        return tuple(_reads_of(run, i, x, True, run.shared) for i, x in together.tensors.items())
+        return tuple(_reads_of(run, i, x, is_wanted=True) for i, x in together.tensors.items())
     found = []
     for i, tensor in enumerate(aux_tensors):
         if tensor.dtype.is_floating_point:
             alone = find_reads(score_mod, run.problem, (i,)).tensors[i]
             if alone.read_class is not ReadClass.UNREAD:
                 wanting = replace(run, problem=replace(run.problem, wants_aux=(i,)))
-                shared_then = choose_shared_sums(wanting, may_be_short=run.is_short)
-                found.append(_reads_of(run, i, alone, False, shared_then))
+                then = choose_shared_sums(wanting, may_be_short=run.is_short)
+                found.append(_reads_of(replace(run, shared=then), i, alone, is_wanted=False))
     return tuple(found)
 
 
-def _reads_of(
-    run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool, shared: SharedSums | None
-) -> AuxGradient:
+def _reads_of(run: ExecutionPlan, number: int, reads: TensorReads, is_wanted: bool) -> AuxGradient:
+    shared = run.shared
     is_long = max(run.shapes.seqlen_q, run.shapes.seqlen_k) > MOST_POSITION
     if is_long and reads.read_class is ReadClass.DIFFERENCE:
         reads = TensorReads(ReadClass.OTHER, f"sequences are longer than {MOST_POSITION}")

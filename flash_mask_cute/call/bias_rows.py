@@ -1,8 +1,8 @@
 """Whether rows of tables stay in shared memory from one batch entry to the next.
 
 They do (`sm90/cached_bias.py`) if a score_mod reads them by head, query and key, entries are many
-and have the same lengths, and walks are about equally long: work tiles are then handed out in an
-order that does not look at their length.
+and have the same lengths, and walks are about equally long: the order of work tiles then ignores
+their length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_BITS, MOST_DIM = 32, 64
 
 
 def with_bias_bits(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a forward with what batch entries share of tables, if nobody chose tiles."""
+    """The problem of a forward with `bias_bits` filled in."""
     masks, score_mod = facts.masks, facts.masks.score_mod
     if score_mod is None or not facts.spec.forward.caches_bias or not _has_many(facts):
         return problem
@@ -55,12 +55,9 @@ def _has_many(facts: CallFacts) -> bool:
 
 # -- the order of batch entries in a backward --------------------------------------------------
 
-# The entries of a batch may read the same table of pairs, which has an element for each query and
-# key of a head. If the table does not fit the L2 cache, and batch entries pass one after another,
-# it is read from memory for each of them (docs/facts/hopper_backward.md#gradients-of-tables). So
-# the entries of a head take turns.
-
-# of a table that the L2 cache does not keep
+# Batch entries may read the same table, with an element for each query and key of a head. If the
+# L2 cache does not keep it, it is read from memory for each entry, one after another
+# (docs/facts/hopper_backward.md#gradients-of-tables). So the entries of a head take turns.
 LEAST_BYTES = 2**25
 
 

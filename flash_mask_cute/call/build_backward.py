@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flash_mask_cute.call.execution_plan import ExecutionPlan, ShortTile
 from flash_mask_cute.call.forward import NO_MODS, cached_attention
 from flash_mask_cute.call.gradient_facts import GradientFacts
 from flash_mask_cute.call.kernel_operands import (
@@ -36,18 +37,12 @@ ZERO_PADDING_NAME = "bwd_zero_padding"
 
 
 class BwdKernels(NamedTuple):
-    """The compiled functions, in the order of their launches. They take, by position and None for
-    what the problem does not have:
+    """The compiled functions. They take their arguments by position (`KernelBackward`), and None
+    for those that the problem does not use.
 
-    preprocess: out, dout, lse, dlse, stats, dq_accum (with clears_dq) or semaphores (without),
-    sink, sink_parts, cu_seqlens_q, seqused_q, q (with `may_empty_rows`), lse_low.
-    main: the operands of the table `BACKWARD` but the stream. It and postprocess are None where the
-    kernel of short sequences (`call/batch_sums.py`) makes all gradients, postprocess also in wide
-    heads.
-    postprocess: dq_accum, semaphores, dq, softmax_scale, cu_seqlens_q, seqused_q.
-    add_parts, if a group's heads are split, or with query lists (dk and dv of main are then sums):
-    sums of dk and dv, dk, dv, cu_seqlens_k, seqused_k.
-    zero_padding, if there may be padding rows: dq, dk, dv, cu_seqlens_q, cu_seqlens_k.
+    main: None where the kernel of short sequences (`call/batch_sums.py`) makes all gradients.
+    postprocess: None there and in wide heads. add_parts: where CTAs leave sums of dk and dv, which
+    main then takes in place of dk and dv. zero_padding: where there may be padding rows.
     """
 
     preprocess: Callable[..., Any]
@@ -69,12 +64,10 @@ class PaddingFacts(NamedTuple):
 class RowFacts(NamedTuple):
     """Facts that determine the code of the kernels before and after the main one.
 
-    dim: head_dim_v before, head_dim after. The fields from has_dlse on matter only before.
-    marked_dim: head_dim, if rows of queries that see nothing are marked. num_stats: statistics of a
-    row (`BwdTraits`). num_ctas: CTAs that summed a row block; before, it matters only where these
-    have semaphores. order: order of the sums of dQ; in_halves: see `BwdPostprocess`. These two
-    matter only after. With num_ctas of 0 there are no sums. packing: rows of a query in
-    a row block that heads of a group share, and these heads, as in `Packing`.
+    dim: head_dim_v before, head_dim after. num_ctas: CTAs that sum a row block of dQ, 0 if there
+    are no sums. packing: see `Packing`. Only before: the fields from has_dlse to has_lse_low;
+    marked_dim is head_dim, if rows of queries that see nothing are marked. Only after: order, of
+    the sums of dQ, and in_halves (`BwdPostprocess`).
     """
 
     dtype: str
@@ -96,8 +89,7 @@ class RowFacts(NamedTuple):
 
 
 class PartFacts(NamedTuple):
-    """Facts that determine the code of the kernel that adds partial sums of dK and dV, which has
-    parameters of the same names."""
+    """Facts that determine the code of the kernel that adds partial sums of dK and dV."""
 
     dtype: str
     head_dim: int
@@ -140,32 +132,25 @@ def compile_bwd(
     postprocess = add_parts = None
     if not problem.is_wide:
         postprocess = compile_postprocess(problem, choice, target, cache).function
+    dims = problem.head_dim, problem.head_dim_v
     if leaves_sums(problem, choice):
-        sizes = problem.head_dim, problem.head_dim_v, choice.tile_d, choice.tile_dv
-        of_keys = problem.varlen_k, problem.has_seqused_k
-        tile_n = problem.query_lists or choice.tile_n
-        order = _sums_order(problem, choice, target)
-        parts = PartFacts(problem.dtype, *sizes, *of_keys, tile_n, order)
+        sizes, lengths = (choice.tile_d, choice.tile_dv), (problem.varlen_k, problem.has_seqused_k)
+        tile_n, order = problem.query_lists or choice.tile_n, _sums_order(problem, choice, target)
+        parts = PartFacts(problem.dtype, *dims, *sizes, *lengths, tile_n, order)
         add_parts = by_facts(ADD_PARTS_NAME, parts, build_add_parts, target, cache).function
     zero_padding = None
     if any(facts.padding):
-        dims = problem.head_dim, problem.head_dim_v
-        of_padding = PaddingFacts(problem.dtype, *dims, facts.padding)
-        zero_padding = by_facts(
-            ZERO_PADDING_NAME, of_padding, build_zero_padding, target, cache
-        ).function
+        padding = PaddingFacts(problem.dtype, *dims, facts.padding)
+        made = by_facts(ZERO_PADDING_NAME, padding, build_zero_padding, target, cache)
+        zero_padding = made.function
     return BwdKernels(preprocess.function, main.function, postprocess, zero_padding, add_parts)
 
 
-def compile_short(
-    problem: AttentionProblem,
-    choice: BwdChoice,
-    target: Target,
-    facts: GradientFacts,
-    several_keys: bool,
-) -> BwdKernels:
-    """The kernels before and after that of short sequences. several_keys: as in `ShortTile`."""
-    if not several_keys:
+def compile_short(plan: ExecutionPlan, tile: ShortTile) -> BwdKernels:
+    """The kernels before and after that of short sequences."""
+    problem, choice, target, facts = plan.problem, plan.bwd_choice, plan.target, plan.gradients
+    assert facts is not None
+    if not tile.several_keys:
         preprocess = compile_preprocess(problem, choice, target, facts, 0)
         return BwdKernels(preprocess.function, None, None)
     choice = replace(choice, tiles=replace(choice.tiles, clears_dq=True))
@@ -178,12 +163,10 @@ def compile_postprocess(
     problem: AttentionProblem, choice: BwdChoice, target: Target, cache: CompileCache = CACHE
 ) -> Compiled:
     """The kernel that writes dQ."""
-    facts = RowFacts(
-        *(problem.dtype, problem.head_dim, *_row_facts(problem, choice)),
+    facts = _row_facts(problem, choice, problem.head_dim)._replace(
         order=arch_spec(target).backward.dq_order,
         num_ctas=choice.ctas_of_tile,
         in_halves=choice.tiles.splits_keys,
-        packing=_packing(problem),
     )
     return by_facts(POSTPROCESS_NAME, facts, build_postprocess, target, cache)
 
@@ -197,28 +180,25 @@ def compile_preprocess(
     cache: CompileCache = CACHE,
 ) -> Compiled:
     """The kernel before the main one. num_ctas: as in `RowFacts`."""
-    rows = _row_facts(problem, choice)
-    if num_ctas == 0:
-        rows = (*rows[:-1], False)
-    marked_dim = problem.head_dim if problem.may_empty_rows else None
-    statistics = num_stats(problem), facts.has_lse_low
-    of_scores = facts.has_dlse, facts.sink_dtype, marked_dim, *statistics
-    before = RowFacts(
-        *(problem.dtype, problem.head_dim_v, *rows, *of_scores),
+    before = _row_facts(problem, choice, problem.head_dim_v)._replace(
+        clears_dq=choice.tiles.clears_dq and num_ctas > 0,
+        has_dlse=facts.has_dlse,
+        sink_dtype=facts.sink_dtype,
+        marked_dim=problem.head_dim if problem.may_empty_rows else None,
+        num_stats=num_stats(problem),
+        has_lse_low=facts.has_lse_low,
         num_ctas=num_ctas,
-        packing=_packing(problem),
     )
     return by_facts(PREPROCESS_NAME, before, build_preprocess, target, cache)
 
 
-def _row_facts(problem: AttentionProblem, choice: BwdChoice) -> tuple[int, int, bool, bool, bool]:
-    """The fields of `RowFacts` from tile_m to clears_dq."""
-    lengths = problem.varlen_q, problem.has_seqused_q
-    return choice.tiles.tile_m, choice.tile_d, *lengths, choice.tiles.clears_dq
-
-
-def _packing(problem: AttentionProblem) -> tuple[int, int]:
-    return (problem.listed_rows, problem.packed_heads) if problem.query_lists else (1, 1)
+def _row_facts(problem: AttentionProblem, choice: BwdChoice, dim: int) -> RowFacts:
+    """Those of both kernels."""
+    tiles, lengths = choice.tiles, (problem.varlen_q, problem.has_seqused_q)
+    facts = RowFacts(problem.dtype, dim, tiles.tile_m, choice.tile_d, *lengths, tiles.clears_dq)
+    if problem.query_lists:
+        return facts._replace(packing=(problem.listed_rows, problem.packed_heads))
+    return facts
 
 
 def build_bwd(
@@ -231,13 +211,16 @@ def build_bwd(
     from flash_mask_cute.rules.intervals import Intervals
 
     backward = arch_spec(target).backward
-    of_lists: dict[str, Any] = {"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}
-    of_order = {"entries_first": True} if problem.entries_first else {}
+    more: dict[str, Any] = {"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}
     if problem.query_lists:
-        shares_tile = problem.query_lists == SHARED_TILE_N
-        group = {"packed_heads": problem.listed_rows, "group_size": problem.packed_heads}
-        by_head = problem.masks_by_head
-        of_lists = {**group, "masks_by_head": by_head, "shares_tile": shares_tile}
+        more = {
+            "packed_heads": problem.listed_rows,
+            "group_size": problem.packed_heads,
+            "masks_by_head": problem.masks_by_head,
+            "shares_tile": problem.query_lists == SHARED_TILE_N,
+        }
+    if problem.entries_first:
+        more["entries_first"] = True
     kernel = backward.of(problem.head_dim).load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,
@@ -252,8 +235,7 @@ def build_bwd(
         num_sms=target.num_sms,
         may_empty_rows=problem.may_empty_rows,
         shared_kv=problem.shared_kv,
-        **of_lists,
-        **of_order,
+        **more,
         **backward.options(choice.tiles),
     )
     arguments = fakes(BACKWARD, problem, choice)

@@ -1,17 +1,13 @@
 """Conversions of the caller's tensors before kernels see them: usually none.
 
-Keys and values that sequences have in common are read as one batch entry: k and v of batch 1 beside
-packed queries and, in a forward, those with a stride of 0 over the batch. (A backward of the latter
-writes gradients of each batch entry, and copies them.)
-
 Kernels read q, k, v, out and dout by TMA. It needs contiguous rows, other strides that are positive
 multiples of 16 bytes, and data aligned to 16 bytes. Each launch copies tensors that do not comply.
 Kernels multiply scores by a positive scale: if softmax_scale is not positive, q is copied and takes
 the sign. A sink is read as a contiguous vector of 16 or 32 bits.
 
 The tensors to copy are determined when a launch is made, by metadata and by the addresses of data
-modulo 16 bytes; both are in its key. A copy lives as long as the call. Autograd keeps the caller's
-tensors, and the backward copies again.
+modulo 16 bytes; both are in its key. Autograd keeps the caller's tensors, and the backward copies
+again.
 """
 
 from __future__ import annotations
@@ -35,8 +31,7 @@ _SIGNS = {-1.0: "times -1 for a negative softmax_scale", 0.0: "times 0 for a sof
 
 
 class Copy(NamedTuple):
-    """A contiguous copy of a tensor, times a factor, in its dtype or another. why: the reason for
-    the copy, in words."""
+    """A contiguous copy of a tensor, times a factor, in its dtype or another. why: in words."""
 
     why: str
     factor: float = 1.0
@@ -88,7 +83,9 @@ def split_scale(softmax_scale: float) -> tuple[float, float]:
 
 
 def has_shared_kv(call: AttentionCall) -> bool:
-    """Whether a kernel reads the keys of one batch entry for all sequences of a checked call."""
+    """Whether a kernel reads the keys of one batch entry for all sequences of a checked call: those
+    of batch 1 beside packed queries and, in a forward, those with a stride of 0 over the batch. (A
+    backward of the latter writes gradients of each batch entry, and copies keys and values.)"""
     x, of = call.tensors, call.tensors.lengths
     if x.have_shared_keys:
         return True
@@ -105,13 +102,8 @@ def input_conversion(tensor: Tensor, factor: float = 1.0) -> Copy | Restrided | 
 
 
 def byte_conversion(tensor: Tensor) -> Conversion:
-    """The conversion of a checked tensor in fp8: strides of extents of 1 are replaced."""
-    step = ADDRESS_MASK + 1
-    strides = tuple(
-        stride if size != 1 or (stride and stride % step == 0) else tensor.shape[-1]
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    )
-    return AsBytes(None if strides == tensor.stride()[:-1] else (*strides, 1))
+    """The conversion of a checked tensor in fp8."""
+    return AsBytes(tma_strides(tensor, step=ADDRESS_MASK + 1))
 
 
 def _unreadable(tensor: Tensor) -> str | None:
@@ -139,11 +131,11 @@ def output_conversion(tensor: Tensor | None) -> Restrided | None:
     return None if strides is None else Restrided(strides)
 
 
-def tma_strides(tensor: Tensor) -> tuple[int, ...] | None:
+def tma_strides(tensor: Tensor, step: int = STRIDE_STEP) -> tuple[int, ...] | None:
     """Strides that TMA accepts, if an extent of 1 has one that it refuses; None: unchanged. PyTorch
-    does not define the stride of such an extent."""
+    does not define the stride of such an extent. step: elements in 16 bytes."""
     strides = tuple(
-        stride if size != 1 or (stride and stride % STRIDE_STEP == 0) else tensor.shape[-1]
+        stride if size != 1 or (stride and stride % step == 0) else tensor.shape[-1]
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     )
     return None if strides == tensor.stride()[:-1] else (*strides, 1)

@@ -1,7 +1,6 @@
-"""Dense calls with documents in their mask, computed as packed sequences.
+"""Dense calls with documents in their column intervals, computed as packed sequences.
 
-`mask_prep/documents.py` gives the reasons. Eligibility is decided here if column intervals have the
-documents, and in `mask_bits.py` if they are found in a mask_mod.
+`mask_prep/documents.py` gives the reasons; `mask_bits.py` decides about documents of a mask_mod.
 
 The host cannot know whether intervals hold documents without a wait. So they are declared, or the
 call is so large that looking for them, and packed kernels where there are none, cost little.
@@ -9,9 +8,9 @@ call is so large that looking for them, and packed kernels where there are none,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +34,9 @@ from flash_mask_cute.runtime.named_tuples import made, replaced
 
 # -- which --------------------------------------------------------------------------------------
 
-# Documents that nobody declared are looked for in calls with at least so many tokens in a sequence
-# and so many operations in the forward. The second number does not count what the mask hides.
-# From this length on, packed kernels lose about 1 % or less if there are no documents
+# Undeclared documents are looked for in calls with at least so many tokens in a sequence and so
+# many operations of an unmasked forward. From this length on, packed kernels lose about 1 % or less
+# if there are no documents
 # (docs/facts/masks.md#packing-every-mask-costs-those-without-documents).
 MIN_UNDECLARED_SEQLEN = 16384
 # To find documents in a new mask takes 20 us, which is 1 % of 2 ms. A mask may hide three quarters
@@ -48,12 +47,9 @@ MIN_UNDECLARED_OPERATIONS = 5e12
 def holds_documents(
     q: Any, k: Any, v: Any, mask: Any, causal: bool, others: Iterable[object]
 ) -> bool:
-    """Whether a mask may hold documents, and this call can be packed by them.
-
-    Calls with other operands, even wrong ones, use the dense mask. causal: of the call; it must not
-    hide more than the mask does. others: lengths, mods and block lists of the call, which packed
-    sequences cannot take unchanged.
-    """
+    """Whether a mask may hold documents, and this call can be packed by them. causal: of the call;
+    it must not hide more than the mask does. others: arguments that packed sequences cannot take
+    unchanged."""
     indices, mask_is_causal, documents = mask, causal, None
     if isinstance(mask, ColumnMask):
         indices, mask_is_causal = mask.startend_row_indices, mask.causal
@@ -104,8 +100,8 @@ def packs_documents(call: AttentionCall) -> bool:
 
 
 def packs_declared_documents(call: AttentionCall) -> bool:
-    """The same for operators, whose caller must have declared the documents. A limit on lengths
-    would be a guard of the trace, so none decides about undeclared ones."""
+    """The same for operators, of declared documents only: a limit on lengths would be a guard of
+    the trace."""
     mask = None if call.masks is None else call.masks.startend_row_indices
     is_declared = isinstance(mask, ColumnMask) and mask.documents is True
     return is_declared and _may_hold_documents(call)
@@ -166,8 +162,8 @@ def by_documents(
 
 
 def with_gradients(tensors: Tensors) -> Tensors:
-    """The call with new tensors for missing gradients. A launch would clear the rows after the
-    last sequence in its own tensors; here there are no such rows."""
+    """The call with new tensors for missing gradients. Here no rows follow the last sequence, which
+    a launch would clear in tensors of its own."""
     x, given = tensors, tensors.gradients
     gradients = replaced(
         given,
@@ -193,51 +189,38 @@ _ROWS, _HEADS = (
 def as_rows(tensors: Tensors) -> Tensors:
     """The tensors of a forward in the form of a packed batch. By heads there are only outputs:
     those of several sequences are new memory."""
-    given: list[Any] = list(tensors)
-    for i in _ROWS[0]:
-        given[i] = rows_of(given[i])
-    for i in _HEADS[0]:
-        given[i] = _memory_by_heads(given[i])
-    return made(Tensors, tuple(given))
+    return made(Tensors, _in_rows(tensors, _ROWS[0], _HEADS[0], _memory_by_heads))
 
 
 def as_rows_bwd(tensors: Tensors) -> Tensors:
     """The tensors of a backward in the form of a packed batch. lse and dlse of several sequences
     are copied, and dout if its rows are not contiguous."""
-    given: list[Any] = list(tensors)
-    gradients: list[Any] = list(tensors.gradients)
-    for fields, rows, heads in zip((given, gradients), _ROWS, _HEADS, strict=True):
-        for i in rows:
-            fields[i] = rows_of(fields[i])
-        for i in heads:
-            fields[i] = lse_by_heads(fields[i])
-    return made(Tensors, tuple(given))._replace(gradients=made(Gradients, tuple(gradients)))
+    given, gradients = (
+        _in_rows(bundle, rows, heads, lambda x: x.transpose(0, 1).flatten(1))
+        for bundle, rows, heads in zip((tensors, tensors.gradients), _ROWS, _HEADS, strict=True)
+    )
+    return made(Tensors, given)._replace(gradients=made(Gradients, gradients))
 
 
-@overload
-def rows_of(tensor: Tensor) -> Tensor: ...
+def _in_rows(
+    bundle: tuple[Any, ...],
+    rows: list[int],
+    heads: list[int],
+    by_heads: Callable[[Tensor], Tensor],
+) -> tuple[Any, ...]:
+    """The fields of a bundle: those at `rows` (batch * row, ...), those at `heads` by heads."""
+    fields = list(bundle)
+    for i in rows:
+        fields[i] = None if fields[i] is None else fields[i].flatten(0, 1)
+    for i in heads:
+        fields[i] = None if fields[i] is None else by_heads(fields[i])
+    return tuple(fields)
 
 
-@overload
-def rows_of(tensor: None) -> None: ...
-
-
-def rows_of(tensor: Tensor | None) -> Tensor | None:
-    """(batch * rows, ...) from (batch, rows, ...); a copy if rows are not contiguous."""
-    return None if tensor is None else tensor.flatten(0, 1)
-
-
-def lse_by_heads(lse: Tensor | None) -> Tensor | None:
-    """(heads, batch * seqlen) from (batch, heads, seqlen); a copy for several sequences."""
-    return None if lse is None else lse.transpose(0, 1).flatten(1)
-
-
-def _memory_by_heads(output: Tensor | None) -> Tensor | None:
+def _memory_by_heads(output: Tensor) -> Tensor:
     """Memory (heads, batch * seqlen) for an output (batch, heads, seqlen): its own, if it can."""
-    if output is None or len(output) == 1:
-        return None if output is None else output[0]
     batch, heads, seqlen = output.shape
-    return output.new_empty((heads, batch * seqlen))
+    return output[0] if batch == 1 else output.new_empty((heads, batch * seqlen))
 
 
 # -- prepared calls ----------------------------------------------------------------------------
@@ -247,9 +230,8 @@ def _memory_by_heads(output: Tensor | None) -> Tensor | None:
 class PackedForward:
     """Runs the prepared call of a packed batch on dense tensors.
 
-    needs_lse: whether the packed call computes LSE. mask_causal: how intervals in a plain tensor
-    are meant, if the documents of the mask are the sequences; None: the packed call itself finds
-    where they begin.
+    needs_lse: the packed call computes LSE. mask_causal: what intervals in a plain tensor mean;
+    None: the packed call itself finds documents in a mask_mod.
     """
 
     inner: PreparedFwd

@@ -38,9 +38,9 @@ class Conversion(Protocol):
 class Splits(NamedTuple):
     """Scratch of a forward that computes work tiles in splits.
 
-    kind: BY_ROWS or BY_STREAM_K. number: splits of each work tile, or CTAs that have a chunk.
-    out_shape, lse_shape: shapes of the fp32 tensors that all splits are written to. has_low: there
-    is another one like LSE, for its rounding error, because scores may have any size.
+    kind: BY_ROWS, BY_STREAM_K or PARALLEL_SPLITS. number: splits of each work tile, or CTAs with a
+    chunk. out_shape, lse_shape: of the fp32 tensors of all splits. has_low: a third tensor, like
+    LSE, holds its rounding error, because scores may have any size.
     """
 
     kind: str
@@ -68,8 +68,8 @@ _ROWS_PER_THREAD, _VECTOR = 2, 4
 
 
 class FixedSplits(NamedTuple):
-    """Fixed splits of the keys of a sequence. kind: how they are computed. num_blocks: key blocks
-    of a fixed split, of tile_n keys. number: the most that a sequence may have."""
+    """Fixed splits of the keys of a sequence. num_blocks: key blocks of a fixed split. number: the
+    most that a sequence may have."""
 
     kind: str
     num_blocks: int
@@ -104,8 +104,8 @@ MMA_WARPS, MASK_WARPS = 8, 2
 
 
 class DifferenceTables(NamedTuple):
-    """The tables of a call. shapes: (batch | 1, heads | 1, differences). dtypes: names of torch
-    dtypes. summed: reads of tensors whose gradients are wanted."""
+    """The tables of a call. shapes: (batch | 1, heads | 1, differences). summed: reads of tensors
+    whose gradients are wanted."""
 
     reads: tuple[DifferenceRead, ...]
     shapes: tuple[tuple[int, int, int], ...]
@@ -146,8 +146,8 @@ def smem_bytes_of(summed: Sequence[SummedDifference]) -> int:
 
 
 class ShortTile(NamedTuple):
-    """Queries and keys of a tile. It has all queries of a batch entry, and all keys, or
-    several_keys: there are more tiles, whose CTAs add to dQ."""
+    """A tile of all queries of a batch entry, and all keys. several_keys: of some keys; the CTAs of
+    other tiles add to the same dQ."""
 
     tile_m: int
     tile_n: int
@@ -155,10 +155,10 @@ class ShortTile(NamedTuple):
 
 
 class SharedSums(NamedTuple):
-    """numbers: of the aux tensors. parts: of the batch. once: those where no two scores of an
-    entry read the same element: they have one owner, and sums for each part. The others have sums
-    to which CTAs add; exact: those of them with exact sums (`mods/fixed_point_sums.py`). short: the
-    kernel makes all gradients, and no other one runs after the preprocess."""
+    """numbers: of the aux tensors. parts: of the batch. once: the tensors where no two scores of an
+    entry read the same element; each part has its own sums. CTAs add to the sums of the others;
+    exact: those with exact sums (`mods/fixed_point_sums.py`). short: the kernel makes all
+    gradients, and no other one runs after the preprocess."""
 
     numbers: tuple[int, ...]
     parts: int
@@ -193,20 +193,18 @@ class SharedSums(NamedTuple):
 class ExecutionPlan:
     """The plan of a call of either direction.
 
-    target: the target of the kernels or, on the CPU, of the tiles. problem: as the kernel sees it.
-    softmax_scale may have any sign. Window sides are None if open. q_start is NONE if it has no
-    effect.
-    conversions: by name, of the caller's tensors that a kernel cannot read as they are.
-    is_out_like_q: a forward's new out may be made like q. out_dtype: of a forward's out.
+    target: of the kernels or, on the CPU, of the tiles. softmax_scale may have any sign. Window
+    sides are None if open. q_start is NONE if it has no effect. conversions: by name, of the
+    caller's tensors that a kernel cannot read as they are. is_out_like_q: a forward's new out may
+    be made like q.
 
-    mask_bits: the plan for evaluating a mask_mod once for all heads before attention. problem and
-    shapes are then those of the kernel that reads the bits, and without_bits is the plan of a
-    kernel that evaluates the callable itself. packed: the plan of the packed sequences that are
-    computed instead, for a mask that may hold documents. splits: the splits in which a forward
-    computes its work tiles; None: one pass. fixed_splits: of the keys, if sums have an order.
-    in_16_bits: the plan of the call over keys and values in 16 bits, to which those in fp8 are
-    converted before. tables: of differences that score_mod reads. shared: what a kernel makes that
-    walks over batch entries, as gradients of aux tensors, which the problem then does not want.
+    mask_bits: for evaluating a mask_mod once for all heads before attention. problem and shapes are
+    then those of the kernel that reads the bits, and without_bits is the plan of a kernel that
+    evaluates the callable itself. packed: the plan of packed sequences that are computed instead,
+    for a mask that may hold documents. splits: None for one pass. fixed_splits: of the keys, if
+    sums have an order. in_16_bits: the plan of the call over keys and values that are first
+    converted from fp8. shared: results of a kernel that walks over batch entries, such as gradients
+    of aux tensors; the problem then does not want these.
     """
 
     direction: Direction

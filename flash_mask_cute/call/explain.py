@@ -119,9 +119,9 @@ def _number(value: int | None, unit: str = "") -> str:
 def explain_fwd(
     call: AttentionCall, named: Target | None = None, keeps_code: bool = False
 ) -> Explanation:
-    """Explain a forward, compiling its kernel if necessary. named: the target, instead of that of
-    q's device. keeps_code: compile it anew, for its PTX and machine code. Raises TypeError,
-    ValueError, NotImplementedError as the call would."""
+    """Explain a forward, compiling its kernel if necessary. named: the target; None: of q's device.
+    keeps_code: compile it anew, for its PTX and machine code. Raises TypeError, ValueError,
+    NotImplementedError as the call would."""
     device = str(call.tensors.q.device)
     dense = plan(call, named or target_of(call.tensors.q))
     if dense.in_16_bits is not None:
@@ -140,9 +140,11 @@ def explain_fwd(
     elif unknown := _unreadable_for_counts(counted, run.masks):
         notes.append(f"tile counts are unknown: {unknown}")
     else:
-        if packs:
+        to_count = run
+        if packs and run.without_bits is not None:
             notes.append("the CPU path packs no documents, so none are counted")
-        work_tiles, full, partial, empty = _count_tiles(_to_count(run), counted.tensors)
+            to_count = replace(run.without_bits, choice=run.choice)
+        work_tiles, full, partial, empty = _count_tiles(to_count, counted.tensors)
         if run is not dense:
             notes.append(f"of their own tiles {full} are full and {partial} partial")
             of_dense = dense.with_choice(run.choice)
@@ -170,7 +172,7 @@ def explain_fwd(
         spill_bytes=meta.get("spill_bytes"),
         note="; ".join(notes),
         copies=describe_copies(**run.conversions),
-        splits=_describe_splits(run),
+        splits="" if (cut := run.fixed_splits or run.splits) is None else cut.describe(),
         pages=_describe_pages(run, call.tensors),
         selection=explain_selection(run, counted.tensors.lengths.cu_seqlens_q),
         tables="" if run.tables is None else run.tables.describe(),
@@ -196,12 +198,6 @@ def _explain_in_16_bits(
     return replace(found, backward=None, note="; ".join(notes))
 
 
-def _describe_splits(run: ExecutionPlan) -> str:
-    if run.fixed_splits is not None:
-        return run.fixed_splits.describe()
-    return "" if run.splits is None else run.splits.describe()
-
-
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
     box = run.problem.page_box
     if box is None or run.problem.gathers:
@@ -212,7 +208,7 @@ def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
 def _compiled_facts(
     run: ExecutionPlan, device: str, notes: list[str], keeps_code: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The compiler's facts about the kernel, and its code; adds remarks to `notes`."""
+    """The compiler's facts about the kernel, and its code. It adds remarks to `notes`."""
     if run.backend is Backend.CPU:
         notes.append(f"no kernel takes {run.problem.dtype}: such tensors run on the CPU only")
         return {}, {}
@@ -232,23 +228,17 @@ def _compiled_facts(
 def _unreadable_for_counts(call: AttentionCall, masks: ResolvedMasks) -> str | None:
     """The values on a device that counting tiles would read, with a verb for the message."""
     x, columns, lists = call.tensors, masks.column_mask, masks.block_lists
-    of = x.lengths
-    lengths = *of.of_sequences()[:4], of.q_starts, x.optional.causal_per_seq
+    lengths = *x.lengths._replace(page_table=None), x.optional.causal_per_seq
     if any(y is not None and y.is_cuda for y in lengths):
         return "cu_seqlens, seqused, q_start or causal are on the device"
-    if (columns is not None and columns.device.type == "cuda") or (
-        (lists is not None and lists.mask_block_cnt.is_cuda)
-        or (masks.selected is not None and masks.selected.indices.is_cuda)
-    ):
+    of_masks = (
+        None if columns is None else columns.startend_row_indices,
+        None if lists is None else lists.mask_block_cnt,
+        None if masks.selected is None else masks.selected.indices,
+    )
+    if any(y is not None and y.is_cuda for y in of_masks):
         return "masks are on the device"
     return None
-
-
-def _to_count(run: ExecutionPlan) -> ExecutionPlan:
-    """The plan whose sequences are counted: not documents that only the device knows."""
-    if run.without_bits is None or not isinstance(run.mask_bits, DocumentBitsPlan):
-        return run
-    return replace(run.without_bits, choice=run.choice)
 
 
 def _describe_masks(run: ExecutionPlan, counts_partial: bool) -> str:

@@ -167,7 +167,7 @@ def _explain_selection(call: AttentionCall, backward: ExecutionPlan) -> str:
 def backward_call(call: AttentionCall) -> AttentionCall:
     """The backward of a call, with stand-ins without memory for its results and gradients."""
     x, masks = call.tensors, call.masks or NO_MASKS
-    # not those of the plan, which may be for packed sequences
+    # the shapes of the plan may be those of packed sequences
     *batch, rows, heads, _ = x.q.shape
     out = x.q.new_empty(()).expand(*batch, rows, heads, x.v.shape[-1])
     lse = torch.empty((), dtype=torch.float32, device=x.q.device).expand(*batch, heads, rows)

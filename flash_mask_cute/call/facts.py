@@ -39,14 +39,13 @@ def target_of(q: torch.Tensor) -> Target:
 
 @dataclass(frozen=True)
 class CallFacts:
-    """A checked call in the form of the library. Nothing changes it later.
+    """A checked call in the form of the library. Nothing changes it later. The problem and the plan
+    hold what steps of the plan decided.
 
-    A step of the plan that depends on what the caller said reads it here. The problem and the plan
-    hold what earlier steps decided. target: of the kernels, or of the tiles on the CPU. shapes:
-    extents of the call. masks: those beyond causal and window. window: causal masking and window
-    sides that have an effect. causal_each: a kernel asks which sequences are causal. start: the
-    argument q_start, NONE if it has no effect. second_walk: "statistics" or "tangent", whose kernel
-    is planned in place of the forward; None: the forward.
+    target: of the kernels, or of the tiles on the CPU. masks: those beyond causal and window.
+    window: causal masking and window sides that have an effect. causal_each: a kernel asks which
+    sequences are causal. start: the argument q_start, NONE if it has no effect. second_walk:
+    "statistics" or "tangent", whose kernel is planned in place of the forward; None: the forward.
     """
 
     call: AttentionCall
@@ -110,15 +109,14 @@ class CallFacts:
 
     @property
     def decode_rows(self) -> int:
-        """Rows of a sequence that share keys in a forward: all heads of a group if they can share a
-        tile."""
+        """Query rows of a sequence that share keys in a forward."""
         heads = self.shapes.heads_q // self.shapes.heads_kv
         return self.shapes.seqlen_q * (padded_group(heads) if self.may_pack else 1)
 
     @property
     def decodes_whole(self) -> bool:
-        """Whether one pass over keys in rows takes a tile of decoding: few rows share keys, and the
-        caller set no tiles. A forward that autograd records keeps the tiles of training."""
+        """Whether one pass over keys in rows takes a tile of decoding. A forward that autograd
+        records keeps the tiles of training."""
         is_recorded, kernel = self.call.options.is_recorded, self.spec.forward
         if is_recorded or self.has_tiles or not kernel.decodes_whole:
             return False

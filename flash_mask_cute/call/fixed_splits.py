@@ -43,13 +43,13 @@ def _choose_fixed_splits(facts: CallFacts, plan: ExecutionPlan) -> FixedSplits:
     number = max(-(-shapes.seqlen_k // (num_blocks * tiles.tile_n)), 1)
     fixed_splits = FixedSplits(ONE_FIXED_SPLIT, num_blocks, tiles.tile_n, number)
     if plan.out_dtype != problem.dtype:
-        # which only a reduction of another launch writes
+        # only the launch that reduces writes it
         return fixed_splits._replace(kind=PARALLEL_SPLITS)
     if number == 1:
         return fixed_splits
     sequential = fixed_splits._replace(kind=SEQUENTIAL_SPLITS)
     if problem.needs_lse_low or problem.needs_max_scores or problem.has_seqused_q:
-        # which the launch that reduces neither has nor knows
+        # the launch that reduces does not take these
         return sequential
     if window is not None:
         seen = math.ceil((window + shapes.seqlen_q) / fixed_splits.keys) + 1
@@ -80,11 +80,8 @@ REDUCE_NAME = "reduce_splits"
 
 
 class ReduceFacts(NamedTuple):
-    """Facts that determine the code of the kernel that reduces fixed splits.
-
-    dtype, sink_dtype: names of torch dtypes, of the output and of a sink. has_low: fixed splits
-    have the rounding error of their LSE.
-    """
+    """Facts that determine the code of the kernel that reduces fixed splits. dtype: of the output.
+    has_low: fixed splits have the rounding error of their LSE."""
 
     dtype: str
     head_dim_v: int
@@ -113,8 +110,6 @@ def build_reduce(facts: ReduceFacts, target: Target) -> Compiled:
 class SequentialSplits:
     """Fixed splits that a CTA computes one after the other: the memory between two of them."""
 
-    __slots__ = ("_num_blocks", "_shape")
-
     counts = True
     is_wide = False
 
@@ -127,9 +122,6 @@ class SequentialSplits:
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
         """Scratch memory, as the attention kernel takes it."""
         return like.new_empty(self._shape, dtype=torch.float32), self._num_blocks
-
-    def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
-        raise NotImplementedError("an output wider than q is reduced by another launch")
 
     def __call__(
         self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None

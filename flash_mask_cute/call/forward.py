@@ -1,8 +1,8 @@
-"""Forwards: the kernel of a problem, compiled without real tensors, and prepared calls that run it,
-or the CPU path, with as little host time as they can.
+"""Forwards: the kernel of a problem, compiled without real tensors, and prepared calls.
 
-A prepared call is made once for a combination of shapes, strides, dtypes and options, with all
-decisions that follow from these. It runs on the tensors of every later call that has the same.
+A prepared call is made once for a combination of shapes, strides, dtypes and options. It holds all
+decisions that follow from these, and runs every later call with the same ones, by the kernel or on
+the CPU.
 """
 
 from __future__ import annotations
@@ -130,13 +130,6 @@ _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 class KernelForward:
     """Runs a compiled kernel on the current stream, after that of mask bits, if any."""
 
-    __slots__ = (
-        "_conversions", "_function", "_has_aux", "_index", "_is_out_like_q", "_lse_like",
-        "_mask_arguments", "_combine", "_out_shape", "_q_start", "_optional_of",
-        "_reads_q_starts", "_scale", "_softcap", "_make_mask_bits", "_make_tables", "_window_left",
-        "_window_right",
-    )  # fmt: skip
-
     def __init__(
         self,
         plan: ExecutionPlan,
@@ -163,13 +156,9 @@ class KernelForward:
         self._reads_q_starts = plan.q_start.kind == EACH
         self._optional_of = _picker(plan.problem) if plan.problem.optional else None
         self._softcap = plan.softcap if plan.problem.has_softcap else None
-        self._mask_arguments = MaskArguments(
-            plan.problem, plan.shapes, plan.masks.block_size, plan.walk_tile, plan.reads_lists
-        )
-        conversions = plan.conversions
-        self._conversions = any_or_none(
-            *(conversions[name] for name in ("q", "k", "v", "learnable_sink", "out"))
-        )
+        self._mask_arguments = MaskArguments(plan)
+        converted = "q", "k", "v", "learnable_sink", "out"
+        self._conversions = any_or_none(*(plan.conversions[name] for name in converted))
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
@@ -247,16 +236,8 @@ class EmptyForward:
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        out, lse = self._new_outputs(tensors)
-        out.zero_()
-        if tensors.lse_low is not None:
-            tensors.lse_low.zero_()
-        if tensors.max_scores is not None:
-            tensors.max_scores.fill_(NEG_INF)
-        if lse is None:
-            return out, lse
-        if tensors.learnable_sink is None or not self._has_batch:
-            lse.fill_(NEG_INF)
+        out, lse = self._new_outputs.of_empty_rows(tensors)
+        if lse is None or tensors.learnable_sink is None or not self._has_batch:
             return out, lse
         lse_by_row = lse.transpose(-1, -2)
         lse_by_row.copy_(tensors.learnable_sink)
@@ -279,17 +260,9 @@ class CpuForward:
         self, tensors: Tensors, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
         plan, x = self._plan, tensors
-        out, lse = self._new_outputs(x)
-        # rows that no sequence uses, to which the CPU path does not write
-        out.zero_()
-        if lse is not None:
-            lse.fill_(NEG_INF)
-        if x.lse_low is not None:
-            x.lse_low.zero_()
-        if x.max_scores is not None:
-            x.max_scores.fill_(NEG_INF)
-        of = x.lengths
-        if plan.problem.in_fp8 or of.page_table is not None:
+        # the CPU path does not write rows that no sequence uses
+        out, lse = self._new_outputs.of_empty_rows(x)
+        if plan.problem.in_fp8 or x.lengths.page_table is not None:
             k, v = keys_in_rows(x)
             x = replaced(x, k=k, v=v)
         num_splits = 1 if plan.splits is None else plan.splits.number
@@ -334,6 +307,15 @@ class NewOutputs:
             out = q.new_empty(self.out_shape)
         if lse is None and self.lse_shape is not None:
             lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        return out, lse
+
+    def of_empty_rows(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+        """The same, with all outputs as a row without keys has them."""
+        out, lse = self(tensors)
+        values = (out, 0.0), (lse, NEG_INF), (tensors.lse_low, 0.0), (tensors.max_scores, NEG_INF)
+        for output, value in values:
+            if output is not None:
+                output.fill_(value)
         return out, lse
 
 

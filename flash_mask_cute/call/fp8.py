@@ -2,7 +2,7 @@
 
 The attention kernel converts a block of keys for each tile of 64 query rows that visits it. Where
 many rows share keys, it takes less time to convert all of them once, to memory of the call, and to
-run the call over 16 bits. Results are those of that call, which is what a cache in fp8 means.
+run the call over 16 bits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
-# Query rows that visit a key, from which on it pays. A block of 128 keys at head dimension 128
-# takes an SM as long as 43 clocks of all SMs to convert so, by its bytes, and each 64 rows less
-# save about 5.
+# Query rows that visit a key, from which on it pays. To convert a block of 128 keys at head
+# dimension 128 takes, by its bytes, 43 clocks of all SMs; each 64 rows save about 5.
 LEAST_ROWS = 1024
 # of keys and values in 16 bits
 MOST_BYTES = 512 << 20
@@ -34,7 +33,7 @@ MOST_BYTES = 512 << 20
 
 def call_in_16_bits(facts: CallFacts) -> AttentionCall | None:
     """The call over converted keys and values, if they are converted before attention. Its k and v
-    are (batch, keys, heads, d) of the capacity, for plans alone: on a GPU they hold no memory."""
+    are (batch, capacity, heads, d), for plans alone: on a GPU they hold no memory."""
     call, shapes = facts.call, facts.shapes
     x = call.tensors
     if not facts.is_forward or x.k.dtype != FP8 or shapes.is_empty:
@@ -46,7 +45,7 @@ def call_in_16_bits(facts: CallFacts) -> AttentionCall | None:
         return None
     rows = shapes.mean_seqlen_q * (shapes.heads_q // shapes.heads_kv)
     if (selected := facts.masks.selected) is not None:
-        # that visit a key, if neighbouring queries chose the same
+        # rows that visit a key, if neighbouring queries chose the same
         chosen = min(selected.indices.shape[-1] * selected.block_size, shapes.seqlen_k)
         rows = rows * chosen // shapes.seqlen_k
     width = shapes.head_dim + shapes.head_dim_v
@@ -74,8 +73,8 @@ KERNEL_NAME = "dequantise"
 
 
 class DequantiseFacts(NamedTuple):
-    """Facts that determine the code of the conversion. dtype: of the results, the name of a torch
-    dtype. scales: dimensions of k_descale and v_descale, None: there is none."""
+    """Facts that determine the code of the conversion. dtype: of the results. scales: dimensions of
+    k_descale and v_descale."""
 
     dtype: str
     dims: tuple[int, int]
@@ -102,8 +101,6 @@ def build_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:
 
 class DequantisedForward:
     """Converts keys and values, and runs the prepared call over them."""
-
-    __slots__ = ("_conversions", "_function", "_index", "_shapes", "inner")
 
     def __init__(self, plan: ExecutionPlan, inner: PreparedFwd) -> None:
         assert plan.in_16_bits is not None

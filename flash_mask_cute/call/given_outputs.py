@@ -1,7 +1,7 @@
 """Outputs in memory of the caller, which must hold no input.
 
-The key of a prepared call has layouts, and no addresses. So a prepared call that writes tensors of
-the caller keeps the addresses for which it is proved that they lie apart.
+The key of a prepared call holds no addresses. So a prepared call that writes tensors of the caller
+keeps the addresses for which it is proved that they lie apart.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ class WithGivenOutputs:
     """A prepared call that writes tensors of the caller. proved: addresses of calls with its key,
     whose outputs share no memory with inputs, nor with each other."""
 
-    __slots__ = ("_direction", "prepared", "proved")
-
     def __init__(self, prepared: PreparedFwd | PreparedBwd, direction: Direction) -> None:
         self.prepared = prepared
         self.proved: set[Any] = set()
         self._direction = direction
 
     def proved_for(self, addresses: Any, call: AttentionCall) -> PreparedFwd | PreparedBwd:
-        """What runs the call, of whose tensors these are the addresses. Raises ValueError: an
-        element of an output lies in memory of an input or of another output."""
+        """The prepared call. addresses: of the tensors of `call`. Raises ValueError: an element of
+        an output lies in memory of an input or of another output."""
         if addresses not in self.proved:
             check_outputs_apart(_outputs_of(call.tensors, self._direction), inputs_of(call))
             if len(self.proved) >= _MOST_PROVED:

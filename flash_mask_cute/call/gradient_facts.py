@@ -1,4 +1,4 @@
-"""What determines the kernels of a backward, besides its problem."""
+"""Facts that determine the kernels of a backward, besides its problem."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from flash_mask_cute.runtime.dtypes import dtype_name
 
 
 class GradientFacts(NamedTuple):
-    """Facts that determine the kernels of a backward, besides its problem.
-
-    sink_dtype: dtype, as kernels read it, of a sink whose gradient is requested, or that identifies
-    queries that see nothing; a name of a torch dtype. padding: see `Padding`.
-    """
+    """sink_dtype: of a sink whose gradient is requested, or that identifies queries that see
+    nothing, as kernels read it."""
 
     has_dlse: bool
     has_lse_low: bool

@@ -1,13 +1,13 @@
 """The operands of the attention kernels, by name: one table for each direction.
 
 The order of a table is that of the kernels' `__call__`, of the compiler's stand-ins, and of the
-launches in `forward.py` and `backward.py`, which pass everything but the stream. A launch is
-written out, because it runs at each call. `tests/cpu/call/test_operands.py` holds it to its table.
+launches in `forward.py` and `backward.py`, which pass everything but the stream. Launches are
+written out for speed. `tests/cpu/call/test_operands.py` holds them to the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,12 +32,9 @@ STREAM = "stream"
 
 
 class KernelOperand(NamedTuple):
-    """An operand of an attention kernel.
-
-    parameter: its name in the kernel's `__call__`. argument: its name in the launch. fake: its
-    stand-in for the compiler, made of the problem and the tiles (`FwdTiles`) or the choice
-    (`BwdChoice`); None where the problem does not have it.
-    """
+    """An operand of an attention kernel, by its names in the kernel's `__call__` and in the launch.
+    fake: makes its stand-in for the compiler of the problem and the tiles (`FwdTiles`) or the
+    choice (`BwdChoice`); None where the problem does not use it."""
 
     parameter: str
     argument: str
@@ -133,16 +130,7 @@ _STREAM = KernelOperand(STREAM, STREAM, lambda _, __: fake_tensors.stream())
 
 def _rows(is_there: bool, problem: AttentionProblem) -> Any:
     """fp32 numbers, one for each query row of a head."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    if not is_there:
-        return None
-    rank_q = _rank_q(problem)
-    strides: Any = (*(cute.sym_int64() for _ in range(rank_q - 2)), 1)
-    extents = fake_tensors.extents(rank_q - 1)
-    return make_fake_tensor(cutlass.Float32, extents, strides, assumed_align=4)
+    return fake_tensors.rows("float32", _rank_q(problem) - 1) if is_there else None
 
 
 def _lists(x: AttentionProblem, _: Any) -> Any:
@@ -281,16 +269,23 @@ def _dv(x: AttentionProblem, choice: BwdChoice) -> Any:
     return scratch(choice.tile_n * choice.tile_dv) if leaves_sums(x, choice) else _v(x, choice)
 
 
-def _aux_grads(x: AttentionProblem, _: Any) -> Any:
-    """Sums of the gradients of aux tensors."""
+def sums_of_aux(
+    x: AttentionProblem, numbers: Sequence[int], exact: Sequence[int], parted: Sequence[int]
+) -> tuple[Any, ...] | None:
+    """Sums of the gradients of aux tensors. exact, parted: those with a first dimension of words,
+    or of parts of the batch."""
 
     def sums(i: int) -> Any:
         _, rank = x.aux[i]
-        if i in x.exact_aux:
+        if i in exact:
             return strided(rank + 1, "int64")
-        return strided(rank + int(i in x.entry_aux), "float32")
+        return strided(rank + int(i in parted), "float32")
 
-    return tuple(map(sums, x.wants_aux)) or None
+    return tuple(map(sums, numbers)) or None
+
+
+def _aux_grads(x: AttentionProblem, _: Any) -> Any:
+    return sums_of_aux(x, x.wants_aux, x.exact_aux, x.entry_aux)
 
 
 BACKWARD = (

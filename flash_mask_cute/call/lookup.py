@@ -29,10 +29,9 @@ from flash_mask_cute.runtime.plain_tensors import are_plain
 def mask_key(masks: Masks) -> tuple[Any, ...]:
     """A key that is equal for two calls only if one launch serves both, by these arguments.
 
-    For tensors it holds what determines the code and the checks: extents, but only the number of
-    dimensions of aux tensors. Strides are run-time values. For callables it holds everything they
-    reach, looked up anew each time. Raises AttributeError, TypeError, ValueError: no valid call has
-    such arguments."""
+    It holds the extents of tensors, but only the number of dimensions of aux tensors. Strides are
+    run-time values. For callables it holds everything they reach, looked up anew each time. Raises
+    AttributeError, TypeError, ValueError: no valid call has such arguments."""
     score_mod, mask_mod, aux_tensors, lists, columns = masks
     lists_key = columns_key = None
     if lists is not None:
@@ -84,16 +83,15 @@ in_transform = torch._C._are_functorch_transforms_active
 def find_fwd(
     prepared: Mapping[Any, Any], call: AttentionCall, key_of_masks: Any = None
 ) -> tuple[Any, Any]:
-    """What runs a forward, if it is prepared, and its key.
+    """The prepared form of a forward, or None, and its key.
 
     prepared: by key, a `WithGivenOutputs` for calls that write tensors of the caller. key_of_masks:
     `mask_key(call.masks)`, if it is known.
 
     Calls have equal keys only if one prepared call serves them. They have the same metadata of all
     tensors, the same tensors among q, k and v aligned to 16 bytes, and the same other arguments.
-    The key is None if an output is not aligned or shares memory, which is refused, or if an
-    argument is of a kind that no valid call has: a wrapper has the metadata of the tensor that it
-    wraps.
+    The key is None if an output is not aligned or shares memory, which is refused, or if no valid
+    call has an argument of such a kind: a wrapper has the metadata of the tensor that it wraps.
     """
     key: Any = None
     try:

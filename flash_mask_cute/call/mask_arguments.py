@@ -14,19 +14,18 @@ from flash_mask_cute.block_sparsity import (
     retile_lists,
 )
 from flash_mask_cute.call.arguments import Masks
+from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.masks import column_mask_of
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.mask_prep.block_lists import order_lists
 from flash_mask_cute.mask_prep.selected_bits import QueryTiles, selected_bits, union_lists
-from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
 
 class KernelArguments(NamedTuple):
     """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
-    columns: indices and bounds. block_size: of the lists; not given together with block_bits
-    (visible, full, block_q, block_k); of a selection full is None, and the bits of tiles follow."""
+    columns: indices and bounds. block_size: of the lists. block_bits: (visible, full, block_q,
+    block_k) in place of lists; of a selection full is None, and the bits of tiles follow."""
 
     block_lists: tuple[Any, ...] | None = None
     aux_tensors: tuple[Tensor, ...] | None = None
@@ -36,34 +35,18 @@ class KernelArguments(NamedTuple):
 
 
 class MaskArguments:
-    """Makes the last arguments of a kernel from the arguments of a call.
+    """Makes the mask arguments of a planned kernel from those of a call. Nothing is computed for a
+    `ColumnMask` or for lists that were seen before. Layers do not share selections, so the bits of
+    a selection are made in each call."""
 
-    reads_lists: the kernel reads block lists; other kernels, and the one that stores results of a
-    mask_mod, take them as bits. tile: query rows and keys of a tile of the walk. Nothing is
-    computed for a `ColumnMask` or for lists that were seen before. The bits of a selection are made
-    in each call, since layers do not share selections, or its entries are given as they are.
-    """
-
-    __slots__ = (
-        "_block_size", "_by_query_lists", "_causal_form", "_gathers", "_query_tiles",
-        "_reads_entries",
-        "_reads_lists", "_seqlens", "_tile",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        shapes: FwdShapes,
-        block_size: tuple[int, int] | None,
-        tile: tuple[int, int],
-        reads_lists: bool,
-    ) -> None:
+    def __init__(self, plan: ExecutionPlan) -> None:
+        problem = plan.problem
         self._causal_form = problem.intervals is not None and problem.intervals[1]
-        self._seqlens = shapes.seqlen_q, shapes.seqlen_k
-        self._block_size = block_size
-        self._tile = tile
-        self._query_tiles = QueryTiles(tile[0], padded_group(problem.packed_heads))
-        self._reads_lists = reads_lists
+        self._seqlens = plan.shapes.seqlen_q, plan.shapes.seqlen_k
+        self._block_size = plan.masks.block_size
+        self._tile = plan.walk_tile
+        self._query_tiles = QueryTiles(self._tile[0], padded_group(problem.packed_heads))
+        self._reads_lists = plan.reads_lists
         self._by_query_lists = problem.query_lists
         self._reads_entries = problem.selection_dtype is not None
         self._gathers = problem.gathers > 0
@@ -75,30 +58,21 @@ class MaskArguments:
         lists = columns = block_size = None
         bits: tuple[Any, ...] | None = None
         if given_columns is not None:
-            columns = _column_tensors(given_columns, self._causal_form, self._tile[1], cu_seqlens_k)
-        if given_lists is not None:
-            if isinstance(given_lists, SelectedBlocks):
-                # a backward makes query lists itself
-                bits = (
-                    None
-                    if self._by_query_lists
-                    else self._selection_bits(given_lists, cu_seqlens_q)
-                )
-            elif not self._reads_lists:
-                sized = _sized(given_lists, self._block_size)
+            mask = column_mask_of(given_columns, self._causal_form)
+            columns = mask.startend_row_indices, mask.bounds(self._tile[1], cu_seqlens_k)
+        if isinstance(given_lists, SelectedBlocks):
+            # a backward makes query lists itself
+            if not self._by_query_lists:
+                bits = self._selection_bits(given_lists, cu_seqlens_q)
+        elif given_lists is not None:
+            sized = from_block_mask(given_lists)._replace(block_size=self._block_size)
+            if self._reads_lists:
+                retiled = retile_lists(sized, *self._tile, *self._seqlens)
+                lists, block_size = retiled.lists[:4], retiled.lists.block_size
+                bits = None if retiled.bits is None else tuple(retiled.bits)
+            else:
                 on_gpu = sized.mask_block_idx.is_cuda
                 bits = tuple(block_bits(sized, bits_by_kernel if on_gpu else None))
-            else:
-                sized = _sized(given_lists, self._block_size)
-                retiled = retile_lists(sized, *self._tile, *self._seqlens)
-                counted, block_size = retiled.lists, retiled.lists.block_size
-                lists = (
-                    counted.mask_block_cnt,
-                    counted.mask_block_idx,
-                    counted.full_block_cnt,
-                    counted.full_block_idx,
-                )
-                bits = None if retiled.bits is None else tuple(retiled.bits)
         aux = tuple(aux_tensors) if aux_tensors else None
         return KernelArguments(lists, aux, columns, block_size, bits)
 
@@ -121,19 +95,7 @@ class MaskArguments:
         return made.rows, None, 1, size, made.of_any, made.of_every, most_tiles
 
 
-def _sized(given: Any, block_size: tuple[int, int] | None) -> BlockSparseTensorsTorch:
-    """A call's block lists, with a block size resolved before."""
-    return from_block_mask(given)._replace(block_size=block_size)
-
-
 def bits_by_kernel(lists: BlockSparseTensorsTorch) -> LogicalBits:
     """The bits of lists on a GPU, by one launch."""
     assert lists.block_size is not None
     return LogicalBits(*order_lists(*lists[:4]).bits, *lists.block_size)
-
-
-def _column_tensors(
-    given: Tensor | ColumnMask, causal_form: bool, tile_n: int, cu_seqlens_k: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    mask = column_mask_of(given, causal_form)
-    return mask.startend_row_indices, mask.bounds(tile_n, cu_seqlens_k)

@@ -1,9 +1,8 @@
 """Whether a call's `mask_mod` is evaluated once for all heads, and how.
 
 It is if its values do not depend on the head and there is room for them. They take a bit for each
-pair of a query and a key, and a word for each tile. One batch entry is enough only if the callable
-and the lists are the same for all entries. For large inputs, documents that are found in the bits
-are computed as packed sequences.
+pair of a query and a key, and a word for each tile. For large inputs, documents that are found in
+the bits are computed as packed sequences.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ QUERY_BLOCK = 128
 
 
 class Limits(NamedTuple):
-    """Where calls are too large for mask bits, or too small for what costs launches.
+    """Sizes of calls between which mask bits pay.
 
     max_pairs: of a query and a key, for which a launch may have bits: one entry of 32K tokens, 16
-    of 8K. min_tiles: work tiles for each SM, the least that a chunk of a call should have, because
-    its last ones leave SMs idle. min_tiles_packed: blocks of QUERY_BLOCK queries, over all heads
-    and entries, for each SM; with fewer, the seven launches that look for documents would cost more
-    than they gain (an estimate: 20 us of a call).
+    of 8K. min_tiles: the least work tiles of a chunk of a call for each SM, because its last ones
+    leave SMs idle. min_tiles_packed: blocks of QUERY_BLOCK queries, over all heads and entries, for
+    each SM; with fewer, the seven launches that look for documents would cost more than they gain
+    (an estimate: 20 us of a call).
     """
 
     max_pairs: int = 1 << 30
@@ -102,13 +101,12 @@ def _shares_mask_bits(plan: ExecutionPlan) -> bool:
 
 
 def with_mask_bits(facts: CallFacts, plan: ExecutionPlan, limits: Limits) -> ExecutionPlan:
-    """The plan with the evaluation of its mask_mod before attention, if there is one. A kernel that
+    """The plan with the evaluation of its mask_mod before attention, if that pays. A kernel that
     reads bits may have other tiles than one that evaluates the callable."""
     problem = plan.problem
-    if not (plan.splits is problem.page_box is None):
-        # the mask_mod of few queries is evaluated while keys come from memory
-        return plan
-    if not _shares_mask_bits(plan):
+    # the mask_mod of few queries is evaluated while keys come from memory
+    is_decoding = not (plan.splits is problem.page_box is None)
+    if is_decoding or not _shares_mask_bits(plan):
         return plan
     reading = plan.with_choice(choose_tiles(facts, reading_mask_bits(problem)))
     mask_bits = _choose_mask_bits(reading, can_pack(facts.call), limits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,11 +24,8 @@ from flash_mask_cute.runtime.dtypes import dtype_name
 
 
 class ResolvedMasks(NamedTuple):
-    """A call's masks after validation.
-
-    column_mask, block_lists: in the form of the library, the lists with their block size. selected:
-    a selection of blocks, beside which there are no lists.
-    """
+    """A call's masks after validation. block_lists: with their block size. selected: a selection of
+    blocks in place of lists."""
 
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
@@ -39,9 +36,10 @@ class ResolvedMasks(NamedTuple):
 
     @staticmethod
     def of(call: AttentionCall, shapes: FwdShapes) -> ResolvedMasks:
-        """Made from a call that passed `check_inputs`, which returned its extents. Raises
-        TypeError, ValueError: block lists do not fit the problem."""
+        """Of a call that passed `check_inputs`. Raises TypeError, ValueError: block lists do not
+        fit the problem."""
         masks, options, lists, selected = call.masks or NO_MASKS, call.options, None, None
+        columns = masks.startend_row_indices
         if isinstance(masks.block_sparse_tensors_torch, SelectedBlocks):
             selected = masks.block_sparse_tensors_torch
         elif masks.block_sparse_tensors_torch is not None:
@@ -57,7 +55,7 @@ class ResolvedMasks(NamedTuple):
             masks.score_mod,
             masks.mask_mod,
             tuple(masks.aux_tensors) if masks.aux_tensors else None,
-            column_mask_of(masks.startend_row_indices, options.causal),
+            None if columns is None else column_mask_of(columns, options.causal),
             lists,
             selected,
         )
@@ -118,11 +116,8 @@ class ResolvedMasks(NamedTuple):
     def describe(
         self, tiles: FwdTiles, are_bits: bool, has_lists_per_warpgroup: bool = False
     ) -> str:
-        """The masks in words; empty if there are none.
-
-        are_bits: block lists are read as bits by the kernel that makes mask bits before attention.
-        has_lists_per_warpgroup: see `AttentionProblem`.
-        """
+        """The masks in words; empty if there are none. are_bits: block lists are read as bits by
+        the kernel that makes mask bits before attention."""
         parts = []
         if self.column_mask is not None:
             batch, heads, _, num_vectors = self.column_mask.startend_row_indices.shape
@@ -172,16 +167,6 @@ class ResolvedMasks(NamedTuple):
         return None
 
 
-@overload
-def column_mask_of(value: Tensor | ColumnMask, causal: bool) -> ColumnMask: ...
-
-
-@overload
-def column_mask_of(value: None, causal: bool) -> None: ...
-
-
-def column_mask_of(value: Tensor | ColumnMask | None, causal: bool) -> ColumnMask | None:
-    """The argument startend_row_indices as a mask. causal: what a tensor without more means."""
-    if value is None or isinstance(value, ColumnMask):
-        return value
-    return ColumnMask(value, causal)
+def column_mask_of(value: Tensor | ColumnMask, causal: bool) -> ColumnMask:
+    """The argument startend_row_indices as a mask. causal: of a tensor."""
+    return value if isinstance(value, ColumnMask) else ColumnMask(value, causal)

@@ -1,8 +1,4 @@
-"""The arguments of a call that torch operators take as they are.
-
-The tensors of `CallLengths` and `OptionalTensors` are among them by being fields there. A number or
-a flag has a row here.
-"""
+"""The arguments of a call that torch operators take as they are."""
 
 from __future__ import annotations
 
@@ -12,11 +8,8 @@ from flash_mask_cute.call.arguments import AttentionCall, CallLengths, OptionalT
 
 
 class OperatorArgument(NamedTuple):
-    """An argument of a call that an operator takes as it is, by the same name.
-
-    schema: its type in the operator. bundle: what of the call holds it, `lengths` and `optional`
-    being those of its tensors.
-    """
+    """An argument of a call that an operator takes by the same name. schema: its type in the
+    operator. bundle: the part of the call that holds it."""
 
     name: str
     schema: str

@@ -51,9 +51,9 @@ def plan(
 ) -> ExecutionPlan:
     """Check a call, and plan its execution.
 
-    target: the target of the kernels. None: that of q's device, and the CPU path for a CPU tensor.
-    limits: sizes of calls whose mask bits are shared, instead of `LIMITS`. Raises TypeError,
-    ValueError, NotImplementedError, naming argument and value."""
+    target: of the kernels; None: that of q's device, and the CPU path for a CPU tensor. limits:
+    instead of `LIMITS`. Raises TypeError, ValueError, NotImplementedError, naming argument and
+    value."""
     facts = CallFacts.of(call, target)
     found = with_tiles(facts, kernel_problem(facts))
     if packs_documents(call):
@@ -146,7 +146,6 @@ def _fwd_problem(facts: CallFacts) -> AttentionProblem:
 
 
 def _bwd_problem(facts: CallFacts) -> AttentionProblem:
-    """As `_fwd_problem`; `may_empty_rows` depends on shapes and is added later."""
     call, masks, problem = facts.call, facts.masks, _problem(facts)
     score_mod_bwd, daux = call.backward.score_mod_bwd, call.tensors.gradients.daux
     exact_aux: tuple[int, ...] = ()
@@ -170,7 +169,6 @@ def _bwd_problem(facts: CallFacts) -> AttentionProblem:
 
 
 def with_empty_rows(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
-    """The problem of a backward with `may_empty_rows` filled in."""
     seqlens = facts.shapes.seqlen_q, facts.shapes.seqlen_k
     return replace(problem, may_empty_rows=may_empty_rows(problem, seqlens, facts.window.sides))
 
@@ -206,7 +204,6 @@ def _new_plan(
 
 
 def with_page_box(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan of a forward with the way in which its kernel copies keys from pages, if any."""
     x, problem = facts.call.tensors, plan.problem
     if x.lengths.page_table is None:
         return plan

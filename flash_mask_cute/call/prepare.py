@@ -35,8 +35,8 @@ from flash_mask_cute.runtime.target import Target
 
 
 def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFwd:
-    """The prepared forward. target: the target of its kernels, instead of that of q's device.
-    Raises TypeError, ValueError, NotImplementedError, naming argument and value."""
+    """The prepared forward. target: as for `plan`. Raises TypeError, ValueError,
+    NotImplementedError, naming argument and value."""
     refuse_transforms()
     return prepared_fwd(plan(call, target))
 
@@ -97,11 +97,10 @@ def built_fwd(plan: ExecutionPlan) -> Compiled:
 
 def compiled_bwd(plan: ExecutionPlan) -> BwdKernels:
     """The kernels of a planned backward."""
+    if plan.shared is not None and plan.shared.short is not None:
+        return compile_short(plan, plan.shared.short)
     facts = plan.gradients
     assert facts is not None
-    if plan.shared is not None and (short := plan.shared.short) is not None:
-        of_problem = plan.problem, plan.bwd_choice, plan.target
-        return compile_short(*of_problem, facts, short.several_keys)
     mods = _kernel_mods(plan, facts.score_mod_bwd)
     return compile_bwd(plan.problem, plan.bwd_choice, plan.target, mods, facts)
 
@@ -127,17 +126,14 @@ def _tables_maker(plan: ExecutionPlan) -> MakeDifferenceTables | None:
     score_mod, tables = plan.masks.score_mod, plan.tables
     if tables is None or score_mod is None or not tables.reads:
         return None
-    made = compile_difference_tables(score_mod, plan.problem, tables, plan.target)
-    return MakeDifferenceTables(tables, made.function)
+    return MakeDifferenceTables(tables, compile_difference_tables(plan, score_mod, tables).function)
 
 
 def _shared_maker(plan: ExecutionPlan) -> MakeSharedSums | None:
     """The kernel that walks over batch entries."""
     if plan.shared is None:
         return None
-    facts = plan.problem, plan.bwd_choice, plan.shared, plan.target
-    made = compile_shared_sums(plan.masks.score_mod, *facts)
-    return MakeSharedSums(plan.shared, plan.shapes, made.function)
+    return MakeSharedSums(plan.shared, plan.shapes, compile_shared_sums(plan).function)
 
 
 def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:
@@ -152,8 +148,8 @@ def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:
 
 
 def may_be_kept(prepared: PreparedFwd | PreparedBwd) -> bool:
-    """Whether a prepared call may run later calls. On the CPU it may not with cu_seqlens and
-    seqused: their contents are checked in every call."""
+    """Whether a prepared call may run later calls. On the CPU it may not, where every call checks
+    the contents of cu_seqlens and seqused."""
     if isinstance(prepared, PackedForward | PackedBackward | DequantisedForward):
         return may_be_kept(prepared.inner)
     return not isinstance(prepared, CpuForward | CpuBackward)

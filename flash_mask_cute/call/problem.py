@@ -16,12 +16,8 @@ from flash_mask_cute.limits import LEAST_BOX, MAX_HEAD_DIM, OPEN_WINDOW
 
 
 class FwdShapes(NamedTuple):
-    """The extents of one problem.
-
-    seqlen_q and seqlen_k are upper bounds per sequence: the length of a dense tensor; for packed
-    sequences max_seqlen_q or max_seqlen_k, or the total number of rows when it is not given.
-    total_q and total_k count the rows of the whole tensor, all sequences together.
-    """
+    """The extents of one problem. seqlen_q and seqlen_k are upper bounds per sequence. total_q and
+    total_k count the rows of the whole tensor, all sequences together."""
 
     batch: int
     seqlen_q: int
@@ -58,7 +54,7 @@ class Mods(NamedTuple):
 
 
 class GivenTensor(NamedTuple):
-    """An optional tensor that a call has. dtype: the name of a torch dtype."""
+    """A tensor of `OptionalTensors` that a call has."""
 
     name: str
     dtype: str
@@ -66,11 +62,8 @@ class GivenTensor(NamedTuple):
 
 
 class TuningClass(str, Enum):
-    """What masks or modifies the scores, as far as tiles depend on it.
-
-    FULL, CAUSAL: only that, except for block lists given as bits. SCORE_MOD: a score_mod without a
-    mask_mod. EDGES: column intervals of two vectors and more, or beside block lists.
-    """
+    """Masks and modifiers of scores, as far as tiles depend on them. FULL, CAUSAL: only that, or
+    block lists given as bits. EDGES: column intervals of two vectors and more, or beside lists."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -82,50 +75,43 @@ class TuningClass(str, Enum):
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """A kind of problem: two of one direction that are equal share one compiled kernel.
+    """A kind of problem: two of one direction that are equal share one compiled kernel. Lengths,
+    batch, number of heads, strides and values are run-time arguments.
 
-    dtype and sink_dtype are names of torch dtypes ("bfloat16"); sink_dtype None means no sink.
-    packed_heads: query heads of a KV head that share a tile's rows, 1 for no packing. Lengths,
-    batch, number of heads, strides and values are run-time arguments, and not here. needs_lse_low:
-    with a score_mod, the rounding error of LSE is written, too. needs_max_scores: the largest score
-    of each row is written.
+    dtype, sink_dtype and other dtypes are names of torch dtypes ("bfloat16"). packed_heads: query
+    heads of a KV head that share a tile's rows. A backward packs heads only for query lists, uses
+    no sink, writes no LSE, and takes block lists only as bits.
 
-    intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod, score_mod_bwd:
-    `callable_key` of the callables, which travel beside the problem. aux: (dtype, rank) of each aux
-    tensor. wants_aux: indices of those whose gradients a backward sums; exact_aux: of these, those
-    with exact sums (`mods/fixed_point_sums.py`); entry_aux: those with sums for each batch entry.
-    has_lists: block lists are given; has_full_lists: also those of full blocks; has_bits: tiles do
-    not nest in the blocks, whose states are given as bits. score_functions: score_mod computes
-    functions of scores (`traits.py`), on which tiles of the forward depend. reads_mask_bits: the
-    results of a mask_mod and block lists were stored (`plan.py`), and neither is here.
-    deterministic, may_empty_rows
-    (masks may leave queries that see nothing): only backwards differ by these. q_start: how the
-    position of the first query is given, "number" for all sequences or "each" of them.
-    split: how a forward computes work tiles in splits (`splits.py`), or its fixed splits
-    (`fixed_splits.py`), None: it has neither. page_box:
-    for keys in pages, how many lie side by side for the kernel (`page_box_of`), None: in rows.
-    optional: which of `OptionalTensors` a forward reads, in their order. has_selected: each query's
-    selection of key blocks is given, as bits. selection_dtype: that of its entries, if a forward of
-    one query reads them itself, else None. gathers: keys of a block of the selection, if a forward
-    gathers the keys of small blocks (`gathered_mask.py`), else 0. shares_mask: heads that share a
-    tile of a forward with a selection see the same of a mask_mod. shared_kv: all sequences have the
-    keys of one batch entry (`copies.py`). in_fp8: keys and values are in float8_e4m3fn. few_rows:
-    then, that at most `FEW_ROWS` query rows share keys, of a batch that is not packed. query_lists:
-    keys of a work tile of a backward that takes the selection as query lists (`query_lists.py`),
-    and packs all heads of a group; 0: it does not. masks_by_head: then, that a mask_mod or the
-    intervals hide other scores from one head of a group than from another. tables: dtypes of the
-    tables of differences that the kernel gets after the aux tensors (`tables.py`), summed:
-    (number, size of the sums) of the reads whose gradients it sums by difference.
-    lists_per_warpgroup: warpgroups of a forward, or keys of one in a backward, have block lists of
-    their own (`FwdTraits`, `BackwardMask`). entries_first: batch entries of a head take turns in a
-    backward (`bias_rows.py`). bias_bits: bits of a score, of rows of tables that batch entries of a
-    forward share (`bias_rows.py`), 0 if they do not, or are few. statistics: names of the results
-    of a kernel of statistics (`statistics.py`), which is exact in `deterministic` sums of keys;
+    Masks and mods. intervals: (vectors, causal form) of the column intervals. score_mod, mask_mod,
+    score_mod_bwd: `callable_key` of the callables, which travel beside the problem. aux: (dtype,
+    rank) of each aux tensor. wants_aux: indices of those whose gradients a backward sums;
+    exact_aux: those with exact sums (`mods/fixed_point_sums.py`); entry_aux: those with sums for
+    each batch entry. score_functions: score_mod computes functions of scores (`traits.py`).
+    has_bits: tiles do not nest in the blocks of lists, whose states are given as bits.
+    reads_mask_bits: the results of a mask_mod and block lists were stored (`mask_bits.py`), and
+    neither is here. may_empty_rows: masks may leave queries of a backward that see nothing.
+    q_start: the position of the first query is given as a "number" for all sequences or for "each"
+    of them. lists_per_warpgroup: warpgroups of a forward, or keys of one in a backward, have block
+    lists of their own (`FwdTraits`, `BackwardMask`).
+
+    Selections. has_selected: each query's selection of key blocks is given, as bits.
+    selection_dtype: that of its entries, if a forward of one query reads them itself. gathers: keys
+    of a block, if a forward gathers the keys of small blocks (`gathered_mask.py`), else 0.
+    shares_mask: a mask_mod is the same for heads that share a tile of a forward. query_lists: keys
+    of a work tile of a backward that takes query lists (`query_lists.py`), else 0. masks_by_head:
+    a mask_mod or the intervals then hide other scores from one head of a group than from another.
+
+    Ways of computing. split: of work tiles (`splits.py`) or fixed splits (`fixed_splits.py`).
+    page_box: keys that lie side by side in pages (`page_box_of`); None: keys in rows. optional: the
+    `OptionalTensors` that a forward reads. shared_kv: all sequences have the keys of one batch
+    entry (`copies.py`). few_rows: in fp8, at most `FEW_ROWS` query rows share keys, of a batch that
+    is not packed. tables: dtypes of the tables of differences after the aux tensors (`tables.py`);
+    summed: (number, size of the sums, who sums) of reads whose gradients are summed by difference.
+    entries_first: batch entries of a head take turns in a backward; bias_bits: bits of a score, of
+    rows of tables that batch entries of a forward share (`bias_rows.py`). statistics: results of a
+    kernel of statistics (`statistics.py`), with exact sums of keys if deterministic;
     statistics_block: rows and keys of its sums of blocks, and whether rows of all sequences follow
     each other in them. is_tangent: of the kernel of forward mode (`tangent.py`).
-
-    The other backward kernels pack no heads. All use no sink, write no LSE, and take block lists
-    only as bits.
     """
 
     dtype: str
@@ -191,7 +177,7 @@ class AttentionProblem:
         return any(x.name == name for x in self.optional)
 
     def with_few_rows(self, shapes: FwdShapes) -> AttentionProblem:
-        """The same, with what its kernel may know of the number of query rows."""
+        """The same, with `few_rows` filled in."""
         rows = shapes.seqlen_q * padded_group(self.packed_heads)
         few_rows = self.in_fp8 and not self.varlen_q and rows <= FEW_ROWS
         return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
@@ -206,8 +192,7 @@ class AttentionProblem:
 
     @property
     def may_have_lists_per_warpgroup(self) -> bool:
-        """Whether parts of a tile may have block lists of their own: no other argument depends on
-        lists, and rows begin where these do."""
+        """Whether parts of a tile may have block lists of their own."""
         is_plain = self.mask_mod is None and self.score_mod is None and self.q_start is None
         is_plain = is_plain and not self.in_fp8 and not self.shared_kv and self.packed_heads == 1
         return is_plain and (self.has_lists or self.has_bits)
@@ -215,8 +200,7 @@ class AttentionProblem:
     @property
     def walks_by_head(self) -> bool:
         """Whether work tiles of a backward visit the queries of one head of one sequence after
-        another, so that gradients of aux tensors can be summed along them. Keys in common have
-        several sequences, and listed queries have all heads at once."""
+        another, so that gradients of aux tensors can be summed along them."""
         return not (self.shared_kv or self.query_lists)
 
     @property
@@ -250,7 +234,7 @@ class AttentionProblem:
 
     @property
     def score_modifier(self) -> str | None:
-        """The argument that changes scores before masks apply, by name: "score_mod", "softcap"."""
+        """The name of the argument that changes scores before masks apply."""
         if self.score_mod is not None:
             return "score_mod"
         return "softcap" if self.has_softcap else None
@@ -304,12 +288,9 @@ def may_empty_rows(
     seqlens: tuple[int, int],
     window: tuple[int | None, int | None],
 ) -> bool:
-    """Whether masks may leave queries that see nothing, in a sequence that has keys.
-
-    Decided by what the host knows, which excludes the contents of masks and of length tensors.
-
-    seqlens: bounds of queries and keys of a sequence. window: sides as `fold_window` returned them.
-    """
+    """Whether masks may leave queries that see nothing, in a sequence that has keys, whatever
+    masks and length tensors contain. seqlens: bounds of queries and keys of a sequence. window:
+    sides of `FoldedWindow`."""
     may_hide_all = (problem.mask_mod, problem.score_mod, problem.intervals)
     lists = (
         *(problem.has_lists, problem.has_bits, problem.reads_mask_bits),
@@ -331,14 +312,9 @@ def may_empty_rows(
 
 
 def fold_window(causal: bool, window_left: int | None, window_right: int | None) -> FoldedWindow:
-    """Causal and window sides that have an effect.
-
-    No side is as wide as any sequence. Of two right edges, causal's and window_right, the nearer
-    one remains.
-
-    An empty band, in which no query sees a key, becomes a right side that no sequence reaches:
-    kernels rely on left + right >= 0 if both are given.
-    """
+    """Causal and window sides that have an effect. Of two right edges, causal's and window_right,
+    the nearer one remains. An empty band, in which no query sees a key, becomes a right side that
+    no sequence reaches: kernels rely on left + right >= 0 if both are given."""
     left = None if window_left is None or window_left >= OPEN_WINDOW else int(window_left)
     right = None if window_right is None or window_right >= OPEN_WINDOW else int(window_right)
     causal = causal and (right is None or right >= 0)
@@ -352,7 +328,7 @@ def fold_window(causal: bool, window_left: int | None, window_right: int | None)
 
 
 def sink_dtype(sink: torch.Tensor) -> torch.dtype:
-    """The dtype of the vector that kernels read for a learnable_sink: they compute in float32."""
+    """The dtype in which kernels read a learnable_sink."""
     return torch.float32 if sink.dtype == torch.float64 else sink.dtype
 
 

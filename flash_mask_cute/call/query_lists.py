@@ -1,9 +1,8 @@
 """Whether a backward of each query's selection of key blocks gathers the queries of each block.
 
 Query lists have, for each key block, the queries that chose it. The kernel visits these queries
-alone, with all heads of a group at once, so what neighbouring queries share does not matter. Calls
-that this rule leaves out take the selection as bits, which all backward kernels read. `explain`
-reports which it is, and why.
+alone, with all heads of a group at once. Other calls take the selection as bits, which all backward
+kernels read.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ ROWS = MOST_HEADS = 64
 TILES_N = (128, 64)
 # a warpgroup sums half of the columns, in one part
 _DIMS = "up to 64, or from 97 to 128"
-# bytes of the rows in a range of queries, which should mostly stay in the L2 cache: the least and
-# the most
+# least and most bytes of the rows in a range of queries, which should mostly stay in the L2 cache
 L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20
 # blocks of queries that a work tile should visit in a range, where selections are random
 LEAST_VISITS = 8
@@ -65,7 +63,7 @@ def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
 
 
 def _heads_of_masks(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> int:
-    """How many groups of neighbouring heads masks differ by: 1, heads_kv or heads_q."""
+    """The number of groups of neighbouring heads by which masks differ: 1, heads_kv or heads_q."""
     heads = 1
     if masks.column_mask is not None:
         heads = masks.column_mask.startend_row_indices.shape[1]
@@ -87,18 +85,18 @@ def with_query_lists(facts: CallFacts, problem: AttentionProblem) -> AttentionPr
     # does not show it, nor does one of modified scores: a score_mod may make those of a head -inf.
     is_modified = problem.score_mod is not None
     has_sink = call.tensors.learnable_sink is not None
-    lse_tells = heads in (1, selected.heads) and not (has_sink or is_modified)
+    lse_shows = heads in (1, selected.heads) and not (has_sink or is_modified)
     return replace(
         problem,
         query_lists=tile_n,
         packed_heads=group,
-        may_empty_rows=problem.may_empty_rows and (hides or is_modified) and not lse_tells,
+        may_empty_rows=problem.may_empty_rows and (hides or is_modified) and not lse_shows,
         masks_by_head=heads not in (1, shapes.heads_kv),
     )
 
 
 def list_facts(problem: AttentionProblem) -> ListFacts:
-    """What determines the code of the kernels that make lists."""
+    """Facts that determine the code of the kernels that make lists."""
     may_hide = problem.mask_mod is not None or problem.intervals is not None
     own: dict[str, Any] = {"has_lse": may_hide and not problem.may_empty_rows}
     names = (x.name for x in fields(ListFacts) if x.name not in own)
@@ -106,7 +104,7 @@ def list_facts(problem: AttentionProblem) -> ListFacts:
 
 
 def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> ListExtents:
-    """What the sizes of the lists follow from."""
+    """Extents that determine the sizes of the lists."""
     selected = masks.selected
     assert selected is not None
     return ListExtents(
@@ -124,8 +122,8 @@ def list_extents(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMa
 
 
 def _range_rows(problem: AttentionProblem, shapes: FwdShapes, masks: ResolvedMasks) -> int:
-    """Queries at which lists are cut: as many as the L2 cache holds with all heads of a group, Q
-    and dO in 16 bits and the sums of dQ in 32; more if lists of a range would be very short."""
+    """Queries at which lists are cut: as many as the L2 cache holds, with Q and dO in 16 bits and
+    the sums of dQ in 32; more if lists of a range would be very short."""
     group, selected = shapes.heads_q // shapes.heads_kv, masks.selected
     assert selected is not None
     of_query = 2 * group * (shapes.head_dim + shapes.head_dim_v)

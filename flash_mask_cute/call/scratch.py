@@ -17,12 +17,12 @@ Shape = tuple[int, ...]
 
 
 class BwdScratch(NamedTuple):
-    """Shapes of tensors of 4-byte elements that each call allocates; None: not used.
+    """Shapes of tensors of 4-byte elements that each call allocates.
 
     stats: LSE and delta of query rows, and more (`core/row_blocks.py`). dq_sums: dQ in fp32.
     semaphores: turns of the CTAs that add to dQ. sink_parts: sums of the sink's gradient.
     dk_parts, dv_parts: sums of dK and dV, where several CTAs have the same keys. lists: query
-    lists, and what they are made with.
+    lists, and the memory for making them.
     """
 
     stats: Shape

@@ -33,8 +33,7 @@ class SecondWalk:
         if self.is_kernel:
             problem, tiles = plan.problem, plan.fwd_choice.tiles
             self._function = compile_fwd(problem, tiles, plan.target, plan.masks.mods).function
-            of_masks = problem, plan.shapes, plan.masks.block_size, plan.walk_tile
-            self._mask_arguments = MaskArguments(*of_masks, plan.reads_lists)
+            self._mask_arguments = MaskArguments(plan)
 
     def cpu_call(self, x: Tensors) -> CpuCall:
         plan = self.plan

@@ -21,8 +21,8 @@ MOST_GATHERED = 8
 
 
 def has_equal_walks(facts: CallFacts) -> bool:
-    """Whether queries of a decoding call chose much less than there is, so that walks are about as
-    long in sequences of any length."""
+    """Whether queries of a decoding call chose few of the keys, so that walks are about as long in
+    sequences of any length."""
     selected, shapes = facts.masks.selected, facts.shapes
     if selected is None:
         return False
@@ -31,11 +31,11 @@ def has_equal_walks(facts: CallFacts) -> bool:
 
 
 def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan of a forward with what its kernel may know of a selection.
+    """The plan of a forward with the fields of its problem about a selection.
 
-    The only query of a sequence decides for whole tiles of keys. Then the kernel reads its entries,
+    If a sequence has one query, which decides for whole tiles of keys, the kernel reads its entries
     and nothing is launched before it. A mask_mod that does not use the head is evaluated once for
-    the heads that share a tile: many, since a selection packs them.
+    the heads that share a tile.
     """
     selected, mask_mod = facts.masks.selected, facts.masks.mask_mod
     problem, shapes, tile_n = plan.problem, facts.shapes, plan.fwd_choice.tiles.tile_n
@@ -46,10 +46,13 @@ def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan
     shares_mask = False
     if problem.packed_heads > 1 and mask_mod is not None:
         shares_mask = not find_reliance(mask_mod, problem).head
-    selection_dtype = dtype_name(selected.indices.dtype) if decides_alone else None
-    gathers = 0 if why_whole_tiles(plan) else selected.block_size
-    problem = replace(problem, selection_dtype=selection_dtype, shares_mask=shares_mask)
-    return replace(plan, problem=replace(problem, gathers=gathers))
+    problem = replace(
+        problem,
+        selection_dtype=dtype_name(selected.indices.dtype) if decides_alone else None,
+        shares_mask=shares_mask,
+        gathers=0 if why_whole_tiles(plan) else selected.block_size,
+    )
+    return replace(plan, problem=problem)
 
 
 def why_whole_tiles(plan: ExecutionPlan) -> str | None:
@@ -78,9 +81,6 @@ def why_whole_tiles(plan: ExecutionPlan) -> str | None:
 
 
 # -- described ---------------------------------------------------------------------------------
-
-# from so many blocks of a tile for each that a query chose, there is something to say
-MUCH = 2.0
 
 
 def explain_selection(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
@@ -113,10 +113,8 @@ def _union(run: ExecutionPlan, selected: SelectedBlocks, cu_seqlens_q: Tensor | 
         why = "the selection is on the device" if on_device else "there is nothing to compute"
         return f"blocks of a tile are unknown: {why}"
     by_entry, pack = selected.by_entry, padded_group(run.problem.packed_heads)
-    num_blocks, tile_m = (
-        selected.num_blocks(run.shapes.seqlen_k),
-        run.fwd_choice.tiles.cluster_tile_m,
-    )
+    num_blocks = selected.num_blocks(run.shapes.seqlen_k)
+    tile_m = run.fwd_choice.tiles.cluster_tile_m
     starts = [0, by_entry.shape[2]] if cu_seqlens_q is None else cu_seqlens_q.tolist()
     rows = tiles = of_rows = of_any = of_every = 0
     for start, end in zip(starts[:-1], starts[1:], strict=True):
@@ -136,7 +134,7 @@ def _union(run: ExecutionPlan, selected: SelectedBlocks, cu_seqlens_q: Tensor | 
         f"{of_query:.1f} blocks a query, {of_tile:.1f} a tile ({of_tile / of_query:.2f} times as "
         f"many), {of_every / of_any:.0%} of these chosen by all its queries"
     )
-    if of_tile > MUCH * of_query:
+    if of_tile > 2 * of_query:
         text += (
             "; advice: neighbouring queries share little, and a tile computes all that one of them "
             "chose. Larger blocks, selections that neighbours share, or more query heads for a KV "

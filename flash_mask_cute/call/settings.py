@@ -10,8 +10,45 @@ from typing import Any, TypeVar
 BOOLEANS = ("share_qo", "cta_pair", "skip_blocks", "clears_dq", "splits_keys")
 
 
+_Given = TypeVar("_Given", bound="_Config")
+
+
 @dataclass(frozen=True)
-class FwdConfig:
+class _Config:
+    """A config of either direction, whose fields are checked."""
+
+    def __post_init__(self) -> None:
+        for name, number in given_fields(self).items():
+            wanted = bool if name in BOOLEANS else int
+            if type(number) is not wanted:
+                raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
+            smallest = 0 if name in ("value_cols", "polynomial") else 1
+            if wanted is int and number < smallest:
+                raise ValueError(f"config.{name} must be at least {smallest}, got {number}")
+
+    @classmethod
+    def from_value(cls: type[_Given], value: _Given | Mapping[str, Any] | None) -> _Given | None:
+        """The config that the argument `config` of a public function stands for.
+
+        Raises:
+            TypeError: it is no such config, mapping or None, or a value has the wrong type.
+            ValueError: a mapping has a key that is not a field, or a number is too small.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"config must be a {cls.__name__}, a mapping or None, got {type(value).__name__}"
+            )
+        known = cls.__dataclass_fields__
+        unknown = sorted(str(key) for key in value if key not in known)
+        if unknown:
+            raise ValueError(f"config has unknown keys {unknown}; it may have {list(known)}")
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class FwdConfig(_Config):
     """Tile shape of a forward kernel; None lets the library choose that field.
 
     tile_m, tile_n: query rows (64, 128, 192 or 256) and keys (a multiple of 16) of a tile. On
@@ -43,22 +80,9 @@ class FwdConfig:
     skip_blocks: bool | None = None
     polynomial: int | None = None
 
-    def __post_init__(self) -> None:
-        _check_values(self)
-
-    @staticmethod
-    def from_value(value: FwdConfig | Mapping[str, Any] | None) -> FwdConfig | None:
-        """The config that the argument `config` of the public call stands for.
-
-        Raises:
-            TypeError: it is no FwdConfig, mapping or None, or a value has the wrong type.
-            ValueError: a mapping has a key that is not a field, or a number is not positive.
-        """
-        return _config_of(FwdConfig, value)
-
 
 @dataclass(frozen=True)
-class BwdConfig:
+class BwdConfig(_Config):
     """Tile shape of a backward kernel; None lets the library choose that field.
 
     tile_m: query rows of a block, 64 or 128. stages_q, stages_do: blocks of queries and of output
@@ -97,45 +121,8 @@ class BwdConfig:
     splits_keys: bool | None = None
     group_splits: int | None = None
 
-    def __post_init__(self) -> None:
-        _check_values(self)
 
-    @staticmethod
-    def from_value(value: BwdConfig | Mapping[str, Any] | None) -> BwdConfig | None:
-        """The config that `config` of the public backward stands for; errors as in
-        `FwdConfig.from_value`."""
-        return _config_of(BwdConfig, value)
-
-
-_Config = TypeVar("_Config", FwdConfig, BwdConfig)
-
-
-def _config_of(kind: type[_Config], value: Any) -> _Config | None:
-    if value is None or isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"config must be a {kind.__name__}, a mapping or None, got {type(value).__name__}"
-        )
-    known = kind.__dataclass_fields__
-    unknown = sorted(str(key) for key in value if key not in known)
-    if unknown:
-        raise ValueError(f"config has unknown keys {unknown}; it may have {list(known)}")
-    return kind(**value)
-
-
-def _check_values(config: FwdConfig | BwdConfig) -> None:
-    for name, number in given_fields(config).items():
-        wanted = bool if name in BOOLEANS else int
-        if type(number) is not wanted:
-            raise TypeError(f"config.{name} must be of type {wanted.__name__}, got {number!r}")
-        smallest = 0 if name in ("value_cols", "polynomial") else 1
-        if wanted is int and number < smallest:
-            raise ValueError(f"config.{name} must be at least {smallest}, got {number}")
-
-
-def given_fields(config: FwdConfig | BwdConfig | None) -> dict[str, Any]:
+def given_fields(config: _Config | None) -> dict[str, Any]:
     """The fields that are not None."""
-    if config is None:
-        return {}
-    return {name: value for name, value in vars(config).items() if value is not None}
+    found = {} if config is None else vars(config)
+    return {name: value for name, value in found.items() if value is not None}

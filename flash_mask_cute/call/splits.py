@@ -1,9 +1,9 @@
 """Forwards that compute their work tiles in splits: which, and what combines the results.
 
 *By rows*: each work tile in a number of splits, as `BlockInfo` cuts it. *Stream-K*: all key blocks
-in equal stream-K chunks, one for each CTA (`core/stream_k.py`). One split is one pass, without a
-combination. The caller requests a number (`num_splits`), or the library chooses (0, the default):
-of plain decoding by its estimated cost (`tiles/decode_costs.py`).
+in equal stream-K chunks, one for each CTA (`core/stream_k.py`). The caller requests a number
+(`num_splits`), or the library chooses (0, the default): for plain decoding by its estimated cost
+(`tiles/decode_costs.py`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from flash_mask_cute.runtime.fake_tensors import operand, strided
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
-# keys of a block, and query rows of a work tile of more than DECODE_ROWS, where the tiles are not
-# known yet
+# before tiles are known: keys of a block, and query rows of a work tile of more than DECODE_ROWS
 _KEYS, _ROWS = 128, 128
 # walks of fewer blocks are not worth a combination: of decoding, and of more queries than that
 _LEAST_BLOCKS, _LEAST_BLOCKS_OF_MANY = 4, 32
@@ -55,8 +54,8 @@ _FULL_WAVES = 0.95
 
 
 def aligned_chunks(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
-    """CTAs that have chunks: num_ctas, or a few less if each head has a line of its own, with so
-    many work tiles, and equal tiles then fill whole chunks."""
+    """CTAs that get chunks: num_ctas, or a few less if the equal work tiles of each head, `tiles`,
+    then fill whole chunks."""
     most = num_ctas // heads
     if tile_m <= DECODE_ROWS:
         for of_head in range(most, 0, -1):
@@ -68,8 +67,8 @@ def aligned_chunks(tiles: int, heads: int, num_ctas: int, tile_m: int) -> int:
 
 
 def refuse_splits(problem: AttentionProblem, what: str) -> None:
-    """Refuse results that splits do not have. what: of the call asks for splits. Raises
-    NotImplementedError: lse_low or max_scores are asked for, too."""
+    """Refuse results that splits do not write. what: asks for splits. Raises NotImplementedError:
+    lse_low or max_scores are asked for, too."""
     results = {"lse_low": "gradients by score_mod", "max_scores": "return_max_logit"}
     for name, result in results.items():
         if getattr(problem, f"needs_{name}"):
@@ -82,8 +81,8 @@ def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
     """The problem of a forward with its way of computing work tiles in splits, if any.
 
     A kernel writes `out` in the dtype of q, and splits of it in float32. So an `out` in float32 is
-    combined from splits, from a single one if no more are requested. Stream-K splits do not serve
-    for that: a kernel writes `out` itself where a work tile lies in one chunk.
+    combined from splits by rows, at least one. (In stream-K, a kernel writes `out` itself where a
+    work tile lies in one chunk.)
 
     A single query sees the same keys without causal masking, and a kernel without masks does less.
     So later steps ask the facts, and not the problem, whether the call is causal.
@@ -105,9 +104,7 @@ def with_split(facts: CallFacts, problem: AttentionProblem) -> AttentionProblem:
 
 def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
     """Splits of each work tile, 1 for one pass, and 0 for equal stream-K chunks (BY_STREAM_K).
-
-    Tiles that the caller chose are for one pass, unless the caller also asks for splits. Raises
-    NotImplementedError: num_splits is requested together with lse_low or max_scores."""
+    Raises NotImplementedError: num_splits is requested together with lse_low or max_scores."""
     num_splits, shapes, window = facts.call.options.num_splits, facts.shapes, facts.window.visible
     if num_splits > 1:
         refuse_splits(problem, f"num_splits={num_splits}")
@@ -134,8 +131,7 @@ def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
 
 
 def _has_known_cost(facts: CallFacts, problem: AttentionProblem) -> bool:
-    """Whether `DecodeCosts` are fitted to a decoding call: in 16 bits, of equal lengths, without a
-    mask or mod that shortens walks or slows blocks down."""
+    """Whether `DecodeCosts` are fitted to a decoding call."""
     masks = facts.masks
     others = masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists, masks.selected
     has_lengths = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
@@ -209,11 +205,10 @@ _FEW_ROWS = 16
 
 
 class CombineFacts(NamedTuple):
-    """Facts that determine the code of the combination kernel.
+    """Facts that determine the code of the combination kernel (`Combine`).
 
-    partial_dtype, dtype: names of torch dtypes, of the splits' outputs and of the output. tile_m:
-    rows of a work tile in stream-K; None: splits lie by rows. packed_heads, group, warps_per_row:
-    see `Combine`. has_low: splits have the rounding error of their LSE.
+    partial_dtype, dtype: of the splits' outputs and of the output. tile_m: rows of a work tile in
+    stream-K; None: splits lie by rows. has_low: splits have the rounding error of their LSE.
     """
 
     partial_dtype: str
@@ -258,8 +253,6 @@ class CombinedForward:
     function: of `compile_combine`, or of `build_reduce` for fixed splits of num_blocks key blocks
     each. is_wide: out is wider than q, and the attention kernel takes `of_kernel` in its place."""
 
-    __slots__ = ("_by_stream_k", "_fixed", "_function", "_is_packed", "_splits", "is_wide")
-
     def __init__(
         self, plan: ExecutionPlan, function: Callable[..., Any], num_blocks: int | None = None
     ) -> None:
@@ -296,14 +289,19 @@ class CombinedForward:
     def new_partials(self, like: Tensor) -> tuple[Any, ...]:
         """Scratch memory, as the attention kernel takes it."""
         splits = self._splits
+        out = like.new_empty(splits.out_shape, dtype=torch.float32)
+        lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
+        low = torch.empty_like(lse) if splits.has_low else None
         if not self._by_stream_k:
-            return *new_splits(splits, like), None, splits.number, *self._fixed
+            return out, lse, low, None, splits.number, *self._fixed
         pending = like.new_empty((splits.number, PENDING_WORDS), dtype=torch.int32)
-        return *new_splits(splits, like), pending, None
+        return out, lse, low, pending, None
 
     def of_kernel(self, partials: tuple[Any, ...], q: Tensor) -> Tensor:
-        """As `in_splits`."""
-        return in_splits(partials[0], self._is_packed, q)
+        """A tensor in the dtype of q and the shape of out, in the memory of the splits' outputs.
+        The kernel reads its shape, and writes splits only."""
+        of_out = partials[0][0, 0] if self._is_packed else partials[0][0]
+        return of_out.view(q.dtype)[..., : of_out.shape[-1]]
 
     def __call__(
         self, partials: tuple[Any, ...], out: Tensor, lse: Tensor | None, sink: Tensor | None
@@ -312,29 +310,12 @@ class CombinedForward:
         splits are fixed."""
         of_out, of_lse, of_low, pending, *_ = partials
         more = sink if self._fixed else pending
-        self._function(of_out, of_lse, of_low, more, *by_rows(out, lse, self._is_packed))
-
-
-def new_splits(splits: Splits, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scratch memory of splits: their outputs, LSE, and its rounding error or None."""
-    out = like.new_empty(splits.out_shape, dtype=torch.float32)
-    lse = like.new_empty(splits.lse_shape, dtype=torch.float32)
-    return out, lse, torch.empty_like(lse) if splits.has_low else None
-
-
-def in_splits(of_out: Tensor, is_packed: bool, q: Tensor) -> Tensor:
-    """A tensor in the dtype of q and the shape of out. The kernel reads its shape, and writes
-    splits only: this is in the memory of their outputs."""
-    of_out = of_out[0, 0] if is_packed else of_out[0]
-    return of_out.view(q.dtype)[..., : of_out.shape[-1]]
-
-
-def by_rows(out: Tensor, lse: Tensor | None, is_packed: bool) -> tuple[Tensor, Tensor | None]:
-    """out (batch, row, head, d) and lse (batch, row, head), as kernels of rows take them."""
-    if is_packed:
-        out = out.unsqueeze(0)
-        lse = None if lse is None else lse.unsqueeze(0)
-    return out, None if lse is None else lse.transpose(-1, -2)
+        if lse is not None:
+            # by rows, as the kernel takes it
+            lse = lse.transpose(-1, -2)
+        if self._is_packed:
+            out, lse = out.unsqueeze(0), None if lse is None else lse.unsqueeze(0)
+        self._function(of_out, of_lse, of_low, more, out, lse)
 
 
 def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:
@@ -362,8 +343,7 @@ def combine_partials(
 
     Shapes: out_partial (splits, batch, row, head, d) or (splits, row, head, d), lse_partial the
     same without d, out and lse the same without the splits; lse and lse_partial fp32, the others
-    fp32, bf16 or fp16, any strides. A row whose splits are all empty, LSE -inf, gets 0 and
-    -inf. target: the kernel's target, if not that of the device of out.
+    fp32, bf16 or fp16, any strides. A row whose splits are all empty, LSE -inf, gets 0 and -inf.
     """
     if out.numel() == 0:
         return
@@ -378,12 +358,11 @@ def combine_partials(
     facts = CombineFacts(
         dtype_name(out_partial.dtype), dtype_name(out.dtype), out.shape[-1], lse is not None
     )
+    if not _can_copy(out_partial):
+        out_partial = out_partial.clone(memory_format=torch.contiguous_format)
     function = compile_combine(facts, target or Target.from_device(out.device)).function
-    if target is not None:
-        function(_readable(out_partial), lse_partial, None, None, out, lse)
-        return
-    with torch.cuda.device(out.device):
-        function(_readable(out_partial), lse_partial, None, None, out, lse)
+    with torch.cuda.device_of(out):
+        function(out_partial, lse_partial, None, None, out, lse)
 
 
 def _can_copy(tensor: Tensor) -> bool:
@@ -391,10 +370,3 @@ def _can_copy(tensor: Tensor) -> bool:
     steps = all(x % STRIDE_STEP == 0 for x in tensor.stride()[:-1])
     is_aligned = tensor.data_ptr() % fake_tensors.BASE_ALIGNMENT == 0
     return tensor.stride(-1) == 1 and steps and is_aligned
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that the kernel can read."""
-    if _can_copy(tensor):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -8,18 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.execution_plan import (
-    DifferenceTables,
-    ExecutionPlan,
-    smem_bytes_of,
-)
+from flash_mask_cute.call.execution_plan import DifferenceTables, ExecutionPlan, smem_bytes_of
 from flash_mask_cute.call.facts import CallFacts
-from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import FwdChoice
 from flash_mask_cute.limits import MOST_CTAS
@@ -36,12 +31,12 @@ from flash_mask_cute.mods.read_classes import (
 from flash_mask_cute.mods.traits import difference_reads, find_reads
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_of
+from flash_mask_cute.runtime.compiler import by_facts, compile_object, options_of
 from flash_mask_cute.runtime.target import Target
 
 # Fewer scores take less time than the launch that fills the tables.
 LEAST_SCORES = 2**22
-# Of a table; an element takes as long as some scores.
+# An element of a table takes as long as some scores.
 SCORES_OF_ELEMENT = 8
 # Of differences. Positions past the end of a sequence are less than a tile after it.
 MARGIN = 256
@@ -57,8 +52,7 @@ Shape = tuple[int, int, int]
 
 
 def with_tables(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
-    """The plan of a call that runs a kernel, with the tables of differences that score_mod reads,
-    if there are any."""
+    """The plan with the tables of differences that score_mod reads, if there are any."""
     if (tables := _choose_tables(facts, plan)) is None:
         return plan
     problem = replace(plan.problem, **tables.problem_fields())
@@ -130,10 +124,9 @@ def _summed(
     ways: tuple[SummedBy, ...],
     spare_smem: int,
 ) -> tuple[SummedDifference, ...]:
-    """Those reads whose gradients are summed by difference, of the most tensors that there is room
-    for. reads: with the sizes of their sums. ways: who may sum within grid rectangles; where MMA
-    warps may not, they do not sum scores either.
-    """
+    """The reads whose gradients are summed by difference, of as many tensors as fit. reads: with
+    the sizes of their sums. ways: who may sum within grid rectangles; where MMA warps may not, they
+    do not sum scores either."""
     found: list[list[SummedDifference]] = [[]]
     for within_rectangles in ways:
         more: list[SummedDifference] = []
@@ -213,42 +206,34 @@ def values_of(terms: Sequence[DifferenceTerm], length: int) -> torch.Tensor:
 NAME = "difference_tables"
 
 
+class TableFacts(NamedTuple):
+    """Facts that determine the code of the kernel. dtypes: of the tables."""
+
+    score_mod: str | None
+    aux: tuple[tuple[str, int], ...]
+    reads: tuple[DifferenceRead, ...]
+    dtypes: tuple[str, ...]
+
+
 def compile_difference_tables(
-    score_mod: Callable[..., Any],
-    problem: AttentionProblem,
-    tables: DifferenceTables,
-    target: Target,
+    plan: ExecutionPlan, score_mod: Callable[..., Any], tables: DifferenceTables
 ) -> Compiled:
     """The compiled kernel, cached or new. `function` takes tuples: tables, and aux tensors."""
-    facts = problem.score_mod, problem.aux, tables.reads, tables.dtypes
-    return CACHE.get(
-        NAME,
-        lambda: dict(zip(("score_mod", "aux", "reads", "dtypes"), facts, strict=True)),
-        lambda: build_difference_tables(score_mod, problem, tables.reads, target),
-        arch=target.arch,
-        options=options_of(target),
-        token=facts,
-    )
 
+    def build(facts: TableFacts, target: Target) -> Compiled:
+        from flash_mask_cute.mods.difference_tables_kernel import DifferenceTables as Kernel
 
-def build_difference_tables(
-    score_mod: Callable[..., Any],
-    problem: AttentionProblem,
-    reads: tuple[DifferenceRead, ...],
-    target: Target,
-) -> Compiled:
-    """Compile now."""
-    from flash_mask_cute.mods.difference_tables_kernel import DifferenceTables as Kernel
+        made = tuple(fake_tensors.rows(dtype, 3) for dtype in facts.dtypes)
+        arguments = [made, fake_tensors.aux_tensors(facts.aux), fake_tensors.stream()]
+        return compile_object(Kernel(score_mod, facts.reads), arguments, options_of(target))
 
-    tables = tuple(fake_tensors.rows(problem.aux[read.tensor][0], 3) for read in reads)
-    arguments = [tables, fake_tensors.aux_tensors(problem.aux), fake_tensors.stream()]
-    return compile_object(Kernel(score_mod, reads), arguments, options_of(target))
+    problem = plan.problem
+    facts = TableFacts(problem.score_mod, problem.aux, tables.reads, tables.dtypes)
+    return by_facts(NAME, facts, build, plan.target)
 
 
 class MakeDifferenceTables:
     """Adds the tables of a plan to the aux tensors of a call. function: fills them."""
-
-    __slots__ = "_dtypes", "_function", "_shapes"
 
     def __init__(self, tables: DifferenceTables, function: Callable[..., Any]) -> None:
         self._shapes = tables.shapes

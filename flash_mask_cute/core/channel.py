@@ -74,7 +74,6 @@ class Channel:
         return self.home is not None
 
     def index(self, number: Int32) -> Int32:
-        """The stage of fill `number`."""
         return Cursor(number, self.stages).index
 
     def acquire(self, number: Int32) -> None:

@@ -23,7 +23,6 @@ def peer() -> Int32:
 
 
 def sync() -> None:
-    """Wait until all threads of both CTAs have arrived."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 

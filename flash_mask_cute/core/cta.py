@@ -97,18 +97,11 @@ def scheduler_rings(
 
     :param storage: shared memory of the CTA, with `ring` and `walk` and the barriers of both
     :param readers: warps that read walks, and warps that read only work tiles
-    :param ascending, uncut_first, predecessors, tokens: see `WalkRing`; fields: see `WorkRing`, and
-        of `WalkRing` chunk_fields
     """
     num_walkers, num_others = readers
-    work = Ring.create(
-        storage.ring.data_ptr(),
-        storage.ring_barriers.data_ptr(),
-        RING_STAGES,
-        num_walkers + num_others,
-    )
-    walk = Ring.create(
-        storage.walk.data_ptr(), storage.walk_barriers.data_ptr(), WALK_STAGES, num_walkers
-    )
+    work_places = storage.ring.data_ptr(), storage.ring_barriers.data_ptr()
+    work = Ring.create(*work_places, RING_STAGES, num_walkers + num_others)
+    walk_places = storage.walk.data_ptr(), storage.walk_barriers.data_ptr()
+    walk = Ring.create(*walk_places, WALK_STAGES, num_walkers)
     chunks = WalkRing(walk, ascending, uncut_first, predecessors, chunk_fields, tokens)
     return WorkRing(work, fields), chunks

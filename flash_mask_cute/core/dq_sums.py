@@ -22,10 +22,9 @@ NOTHING, UNSENT = -1, -2
 
 
 class Scratch(NamedTuple):
-    """By row block: stats (heads_q, row_blocks, stats_words) and dq (heads_q, row_blocks, -1),
-    fp32; semaphores (heads_q, row_blocks), int32, of a row block's dQ (`core/semaphore.py`): in a
-    fixed order, 1 + the key block that added last.
-    """
+    """stats (heads_q, row_blocks, stats_words) and dq (heads_q, row_blocks, -1), fp32; semaphores
+    (heads_q, row_blocks), int32 (`core/semaphore.py`): in a fixed order, 1 + the key block that
+    added last."""
 
     stats: cute.Tensor
     dq: cute.Tensor
@@ -35,9 +34,8 @@ class Scratch(NamedTuple):
 class Summed(NamedTuple):
     """A row block for which this CTA has sums of dQ.
 
-    row_block: its number; NOTHING: there is none; UNSENT: sums over no keys, which are not sent.
-    predecessor: 0 if no CTA adds before this one. In a fixed order, it is 1 + the key block that
-    adds before this one.
+    row_block: NOTHING: there is none; UNSENT: sums over no keys, which are not sent. predecessor: 0
+    if no CTA adds before this one; in a fixed order, else 1 + the key block that does.
     """
 
     head_idx: Int32
@@ -56,8 +54,7 @@ class DqSums:
     staged: shared memory of a part; fills of `channel` are numbered over all parts of all blocks.
     part_sizes: values of each part of a block; the parts follow each other in scratch memory.
     share: gives the start of the parts in a row block, and their sizes, if the CTA determines them.
-    deterministic: a fixed order. clears_dq: the scratch memory starts as zeros, so no CTA has to be
-    first.
+    clears_dq: the scratch memory starts as zeros, so no CTA has to be first.
     """
 
     part_sizes: cutlass.Constexpr[tuple[int, ...]]
@@ -94,8 +91,8 @@ class DqSums:
         """Start adding the dQ of query block `number`, if it is one, to the scratch memory.
 
         Its last part then stays in the staging memory (`free_staging`). In a fixed order this waits
-        for the key block named by `predecessor`. It also releases the semaphore of `sent`, the
-        previous block, whose addition is complete by now without a wait.
+        for the predecessor, and releases the semaphore of `sent`, the previous block, whose
+        addition is complete by now without a wait.
         """
         channel, sizes = self.channel, self.part_sizes
         if self._is_block(summed):

@@ -30,8 +30,7 @@ DEGREE_5 = (
 )
 # adding it leaves the floor of a number below 2^22 in the last bits
 ROUNDER = 2.0**23 + 2.0**22
-# exponents are held to what a float can be scaled by; the upper end is beyond what probabilities of
-# a tile may sum up to
+# exponents are held to what a float can be scaled by
 LOWEST, HIGHEST = -127.0, 127.0
 # of a saturating multiply-add, whose result 0 stands for the exponent TOP, of an infinite power,
 # and 1 for LOWEST
@@ -70,12 +69,11 @@ def saturating_line(scale: Float32, bias: Float32) -> Pair:
 
 
 def exp2_of_line(numbers: Pair, line: Pair, coefficients: Sequence[float]) -> Pair:
-    """2 ** (number * scale + bias) of two numbers. line: `saturating_line(scale, bias)`, whose two
-    numbers take registers.
+    """2 ** (number * scale + bias) of two numbers. line: `saturating_line(scale, bias)`.
 
     Exactly 0 for -inf, infinity for overflow and for NaN: a saturating multiply-add holds an
-    exponent to the range, in place of two comparisons, and is 0 for NaN. It rounds
-    an exponent by up to 1.6e-5. So the polynomial is to be continuous.
+    exponent to the range, and is 0 for NaN. It rounds an exponent by up to 1.6e-5. So the
+    polynomial is to be continuous.
     """
     held = tuple(_saturated_fma(number, *line) for number in numbers)
     span, top = (Float32(-SPAN),) * 2, (Float32(ROUNDER + TOP),) * 2

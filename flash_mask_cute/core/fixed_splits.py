@@ -3,9 +3,8 @@
 The keys of a sequence are cut at S, 2 S, ... into *fixed splits*. A row is attended over the keys
 of each fixed split on its own, from the last block of the fixed split to its first one. The results
 are reduced from the first fixed split on, one after the other (`core/ordered_sums.py`). Then the
-bits of a row depend on its query, its keys and its mask, but not on the other rows of its tile, its
-place in it, the number of sequences, or who computes which fixed split. A fixed split that a row
-does not see leaves it as it is, bit for bit.
+bits of a row depend on its query, its keys and its mask alone. A fixed split that a row does not
+see leaves it as it is, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,6 +17,5 @@ ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS, PARALLEL_SPLITS = (
     "fixed splits",
 )
 ORDERED = (ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS, PARALLEL_SPLITS)
-# `Work.place` of fixed splits in sequence: whether it is the first one and the last one of its work
-# tile
+# `Work.place` of fixed splits in sequence: whether it is its work tile's first one and last one
 FIRST, LAST = 1, 2

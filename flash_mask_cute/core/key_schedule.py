@@ -52,10 +52,9 @@ class KeySchedule(NamedTuple):
         """The schedule of mQ (batch, row, head, d) or (row, head, d), mK alike.
 
         tiles: query rows of a block, and keys of a work tile. num_groups: the most CTAs, or groups
-        of CTAs with a work tile each, that run at a time. is_short: for ordered sums, whether masks
-        may make walks shorter than sequences; None: sums are not ordered. group_splits: work tiles
-        with the same keys that share the heads of a group equally; these count as heads.
-        is_unequal: the first keys of a head have the longest walks.
+        of CTAs with a work tile each. is_short: for ordered sums, whether masks may make walks
+        shorter than sequences; None: sums are not ordered. group_splits: work tiles with the same
+        keys, which count as heads. is_unequal: the first keys of a head have the longest walks.
         """
         tile_m, cluster_tile_n = tiles
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)

@@ -20,8 +20,7 @@ class Lengths(NamedTuple):
     number AT_END stands for the number of keys minus that of queries. None: not given.
 
     num_sequences: their number, if all have the keys of one batch entry in common. None: each has
-    its own keys. Keys in common are dense, and in a backward the queries are packed. A work tile of
-    keys then visits the queries of all sequences.
+    its own keys. Keys in common are dense, and in a backward the queries are packed.
     """
 
     cu_seqlens_q: cute.Tensor | None
@@ -64,12 +63,10 @@ class Lengths(NamedTuple):
 
     @property
     def work_fields(self) -> tuple[str, ...]:
-        """The fields of a `Work` that ring entries carry."""
         return WORK_FIELDS if self.q_start is None else (*WORK_FIELDS, "q_start")
 
     @property
     def chunk_fields(self) -> tuple[str, ...]:
-        """The fields of a `Chunk` that ring entries of a walk over queries carry."""
         return CHUNK_FIELDS if self.num_sequences is None else (*CHUNK_FIELDS, "sequence")
 
     def kv_entry(self, batch_idx: Int32) -> Int32:
@@ -158,7 +155,6 @@ class LseTensors(NamedTuple):
         lse: Float32,
         low: Float32 | None,
     ) -> None:
-        """Write a row."""
         place = row_place(lengths, work, head_idx, q_idx)
         self.lse[place] = lse
         if const_expr(self.low is not None):

@@ -9,7 +9,6 @@ from flash_mask_cute.core.warp_scan import WARP
 
 
 def any_mark(marks: cute.Tensor, tile_m: int, packed_heads: int = 1) -> Boolean:
-    """Whether some row of a query block is marked."""
     found = marks[0]
     for i in range(1, tile_m // MARKS_PER_WORD if packed_heads == 1 else cute.size(marks)):
         found = found | marks[i]

@@ -38,14 +38,13 @@ BOXES_UNROLLED, BOXES_UNROLLED_OF_CODES = 2, 8
 class LoadShape(Protocol):
     """The traits of a kernel that concern loads.
 
-    row_tile: the (packed heads, positions) of a box of query rows. group_size: number of rows of a
-    position that are heads. q_fills: fills of the query channel for a work tile; q_boxes: boxes of
-    a fill. box_k (keys, d) and box_v ((1, keys), d_v): the part of a key and of a value block that
-    this CTA loads, all of it or a share. bytes_q, bytes_k, bytes_v: bytes that this CTA loads for a
-    fill. spread_rows: see `PackedHeads`. overlaps_tiles: the next tile's query may be loaded before
-    this tile's last values. copies_arrive: rows that are copied are published by their copies, and
-    who reads them through another proxy puts a fence before; else by the warps, which wait.
-    multicasts_keys: each CTA of a cluster loads half of the keys of a block, for both.
+    row_tile: the (packed heads, positions) of a box of query rows. group_size, spread_rows: see
+    `PackedHeads`. q_fills: fills of the query channel for a work tile; q_boxes: boxes of a fill.
+    box_k (keys, d) and box_v ((1, keys), d_v): the part of a block that this CTA loads. bytes_*: of
+    a fill, in this CTA. overlaps_tiles: the next tile's query may be loaded before this tile's last
+    values. copies_arrive: rows that are copied are published by their copies, and who reads them
+    through another proxy puts a fence before; else by the warps, which wait. multicasts_keys: each
+    CTA of a cluster loads half of the keys of a block, for both.
     """
 
     tile_m: int
@@ -90,10 +89,9 @@ class HeadKeys(NamedTuple):
 class LoadState(NamedTuple):
     """Number of key blocks loaded so far, and the value block to load next.
 
-    v_pages, next_pages: looked up for the value block, and for the block before it, which a walk
-    usually visits next, or for next_block, if walks report it: the place of this lane's box of the
-    block, or `BlockRows`. k_ready, v_ready: number of those blocks that were handed over. cuts: of
-    blocks that were cut, where this warp makes the bits of these.
+    v_pages, next_pages: looked up for the value block, and for the one that comes next if walks
+    report it (next_block), else the block before: the place of this lane's box, or `BlockRows`.
+    k_ready, v_ready: blocks that were handed over. cuts: blocks that were cut, for `cut`.
     """
 
     blocks: Int32
@@ -114,12 +112,11 @@ class OperandLoads:
     smem: q (rows of a box, d, stages * boxes), k (keys, d, stages), v (d_v, keys, stages). words:
     one word for each key stage, for readers that do not follow walks themselves. It holds the flags
     of the block (`walk_ring`), its number, and its owners. part: the index of this CTA's part of a
-    block. pages: for keys and values in pages. share: of the rows of these, if they are copied by
-    several warps. cut: makes the bits of a block that is cut, from the work tile, the number of
-    such blocks before it and the block, and returns the next number; for warps that only copy rows,
-    and load no query. scales_k, scales_v: of rows of pages, (pages, page_size, heads), which others
-    read soon. half: the columns of V of this CTA, None: all. gathers: None, or finds keys that do
-    not follow each other, and the lists of these (`GatheredMask`).
+    block. share: of the rows of pages, if several warps copy them. cut: for warps that only copy
+    rows, and load no query: makes the bits of a block that is cut, from the work tile, the number
+    of such blocks before it and the block; returns the next number. scales_k, scales_v: of rows of
+    pages, (pages, page_size, heads). half: the columns of V of this CTA, None: all. gathers: None,
+    or finds keys that do not follow each other, and the lists of these (`GatheredMask`).
     """
 
     operands: tma.Operands
@@ -150,8 +147,7 @@ class OperandLoads:
 
     @cute.jit
     def stream(self, ring: WorkRing, walk: WalkRing) -> None:
-        """Values lag one block behind keys, as in their consumers. This also holds across work
-        tiles: the next tile's query and first keys are loaded before this tile's last values."""
+        """Values lag one block behind keys, as in their consumers, across work tiles, too."""
         tile, chunk = Int32(0), Int32(0)
         state = LoadState(Int32(0), Int32(-1), HeadKeys(*[Int32(0)] * 4))
         if const_expr(self.gathers is not None):
@@ -192,8 +188,7 @@ class OperandLoads:
                 if const_expr(self.share.count == 1 or self.shape.stages_q == 1):
                     state = self._hand_over_rows(state, 0)
                 elif state.blocks == first + 1:
-                    # a query later, that is with the next tile's first block, which was handed over
-                    # with its second one
+                    # with the next tile's first block, which was handed over with its second one
                     state = self._hand_over_rows(state, 0)
             ring.release(tile)
             tile += 1
@@ -257,7 +252,6 @@ class OperandLoads:
     def _load_paged_block(
         self, place: HeadKeys, work: Work, state: LoadState, block: Block
     ) -> LoadState:
-        """Load the keys of a block, and the values of the block before it."""
         number, pages = state.blocks, state.next_pages
         awaited, following = state.v_block - 1, block.index - 1
         if const_expr(block.next_index is not None):
@@ -298,8 +292,7 @@ class OperandLoads:
             in_flight = min(STEPS_IN_FLIGHT, stages - 1)
             state = self._hand_over_rows(state, in_flight)
         if const_expr(self.cut is not None):  # noqa: SIM102 (decided while tracing)
-            # The bits of the cut block before are free when its keys were read. These were handed
-            # over, as all blocks before this one.
+            # those of the cut block before become free, since its keys were handed over
             if block.kind == Kind.PARTIAL:
                 state = state._replace(cuts=self.cut(work, state.cuts, block))
         return state
@@ -321,7 +314,9 @@ class OperandLoads:
         if const_expr(is_multicast):
             share, own = CopyShare(self.half.rank, clusters.CTAS), boxes
         channel.expect(number, own * (num_bytes // boxes))
-        for turn in cutlass.range(-(-boxes // share.count), unroll=self._boxes_unrolled):
+        is_of_codes = self.k.smem.element_type.width == 8
+        unroll = BOXES_UNROLLED_OF_CODES if is_of_codes else BOXES_UNROLLED
+        for turn in cutlass.range(-(-boxes // share.count), unroll=unroll):
             box = turn * share.count + share.index
             at = pages.of_lane(box)
             if const_expr(boxes % share.count == 0):  # noqa: SIM114 (decided while tracing)
@@ -368,11 +363,6 @@ class OperandLoads:
                 load = partial(self._load_value_box, place.head, smem)
                 self._load_boxes(state.v_pages, number, channel, shape.bytes_v, load)
 
-    @property
-    def _boxes_unrolled(self) -> int:
-        is_of_codes = self.k.smem.element_type.width == 8
-        return BOXES_UNROLLED_OF_CODES if is_of_codes else BOXES_UNROLLED
-
     def _load_box(
         self,
         atom: cute.CopyAtom,
@@ -402,8 +392,7 @@ class OperandLoads:
         """The place of this lane's box of a block, or the places of its rows, of pages that have to
         be `_settled`.
 
-        Lanes compute the places of all boxes at once. Done when a box is loaded, the divisions and
-        clamps would take longer than the load.
+        Done when a box is loaded, the divisions and clamps would take longer than its load.
         """
         if self._by_rows:
             of_block = place.batch_idx, cutlass.max(block, 0), place.length
@@ -481,7 +470,6 @@ class OperandLoads:
 
     @cute.jit
     def _load_values(self, state: LoadState) -> None:
-        """Load the pending value block, if any."""
         if const_expr(self.operands.v is None and self.pages is None):
             pass  # the kernel has no values
         elif const_expr(self.pages is not None):
@@ -489,8 +477,7 @@ class OperandLoads:
         elif state.v_block >= 0:
             shape, place = self.shape, state.v_place
             row = state.v_block * shape.tile_n
-            # No row of another sequence and none that is not in use, which may hold NaN:
-            # probabilities of 0 keep that.
+            # other rows may hold NaN, which probabilities of 0 keep
             gV, row = tma.readable_rows(
                 self.operands.v,
                 tma.RowSide.of_keys(self.lengths),
@@ -521,7 +508,6 @@ class OperandLoads:
 
     @cute.jit
     def _load_query(self, tile: Int32, work: Work) -> None:
-        """Load the query rows of work tile `tile`."""
         shape, channel = self.shape, self.q.channel
         gQ = self.operands.q
         if const_expr(self.lengths.cu_seqlens_q is None):

@@ -78,8 +78,7 @@ def _exp(difference: Float32, low: Float32 | None) -> Float32:
 
 
 class RunningSums(NamedTuple):
-    """Where the threads of a CTA keep what they have of a work tile between two of its fixed
-    splits.
+    """Memory for the state of a work tile between two of its fixed splits.
 
     memory: fp32 (CTAs, vectors, threads, VECTOR), of each thread the sums of its rows, their
     largest scores, and its elements of the output. split_blocks: key blocks of a fixed split.
@@ -103,8 +102,7 @@ class RunningSums(NamedTuple):
 
     @staticmethod
     def create(given: tuple | None) -> "RunningSums":
-        """Made from the argument of a launch. Raises ValueError: it is not for fixed splits in
-        sequence."""
+        """Raises ValueError: `given` is not for fixed splits in sequence."""
         if given is None or len(given) != len(RunningSums._fields):
             raise ValueError(
                 "mPartials must be the memory of fixed splits in sequence, and their blocks"
@@ -115,10 +113,7 @@ class RunningSums(NamedTuple):
 def destination_of(
     given: tuple | None, split: str | None, has_low: bool
 ) -> Partials | RunningSums | None:
-    """Where a launch of a kernel with this `split` leaves results that are not those of rows yet.
-
-    has_low: scores may have any size. Raises ValueError: such a kernel does not take this argument.
-    """
+    """As `Partials.create`, for any kernel with a `split`."""
     if split == SEQUENTIAL_SPLITS:
         return RunningSums.create(given)
     return Partials.create(given, None if split == ONE_FIXED_SPLIT else split, has_low)

@@ -27,7 +27,6 @@ class PageRow(NamedTuple):
         return PageRow(Int32(0), Int32(0), Int32(1))
 
     def of_lane(self, lane: Int32) -> "PageRow":
-        """What a lane of this warp has."""
         return PageRow(*(cute.arch.shuffle_sync(word, lane) for word in self))
 
 
@@ -90,11 +89,9 @@ class Pages(NamedTuple):
 
     @property
     def capacity(self) -> Int32:
-        """The most keys of a sequence."""
         return self.table.shape[1] * self.page_size
 
     def row(self, batch_idx: Int32, key: Int32) -> Int32:
-        """The row of a key of a sequence in its pages."""
         if self.leftpad is None:
             return key
         return key + cutlass.max(self.leftpad[batch_idx], 0)
@@ -109,11 +106,9 @@ class Pages(NamedTuple):
         return self.table[batch_idx, cutlass.min(self._column(row), self.table.shape[1] - 1)]
 
     def number(self, entry: Int32) -> Int32:
-        """The page of an entry of the table."""
         return cutlass.max(cutlass.min(entry, self.num_pages - 1), 0)
 
     def place(self, page: Int32, key: Int32, seqlen_k: Int32) -> PageRow:
-        """The place of a key, in its page, of a sequence of seqlen_k keys."""
         first = self._column(key) * self.page_size
         in_use = cutlass.max(cutlass.min(seqlen_k - first, self.page_size), 1)
         return PageRow(page, key - first, in_use)

@@ -1,7 +1,6 @@
 """Results of work tiles whose keys a launch computes in splits, until they are combined.
 
-`kernels/combine.py` combines them. It describes the splits and their two layouts: by rows, or in
-partial tiles of the chunks into which key blocks were divided (`core/stream_k.py`).
+`kernels/combine.py` combines them, and describes their two layouts.
 """
 
 from typing import NamedTuple
@@ -18,12 +17,10 @@ WHOLE = -1
 
 
 class PendingCombine(NamedTuple):
-    """A work tile that begins in a CTA's chunk and ends after it.
+    """A work tile that begins in a CTA's chunk and ends after it; num_splits is 0 if there is none.
 
-    num_splits: 0 if there is no such tile. stride: from the CTA of a split to that of the next one.
-    batch_idx: 0 if queries are packed. offset_q: the output
-    row at which its sequence begins; slot: the number of rows of that sequence. head_idx, block: as
-    in `Work`.
+    stride: from the CTA of a split to that of the next one. batch_idx: 0 if queries are packed. The
+    others are as in `Work`.
     """
 
     num_splits: Int32
@@ -44,7 +41,6 @@ class PendingCombine(NamedTuple):
 
     @staticmethod
     def none() -> "PendingCombine":
-        """No such tile."""
         return PendingCombine(*[Int32(0)] * len(PendingCombine._fields))
 
     @staticmethod
@@ -65,9 +61,8 @@ class Partials(NamedTuple):
     By rows: o (splits, batch, row, head, d), lse (splits, batch, row, head), with one batch entry
     for packed queries, and the number of splits of each work tile. In stream-K: o (partial tiles,
     rows, d), lse (partial tiles, rows), pending (CTAs, PENDING_WORDS) int32; rows: those of a work
-    tile that may exist. low: like lse, its rounding error; of scores of any size, lse alone is too
-    coarse for the weights of splits. split_blocks: where splits are fixed splits of the keys
-    (`core/fixed_splits.py`), which lie by rows, the key blocks of one.
+    tile that may exist. low: like lse, its rounding error. split_blocks: key blocks of a fixed
+    split (`core/fixed_splits.py`); these lie by rows.
     """
 
     o: cute.Tensor
@@ -107,7 +102,6 @@ class Partials(NamedTuple):
         return self.pending is not None
 
     def is_split(self, work: Work) -> Boolean:
-        """Whether a work tile is only one split of it."""
         return work.place != WHOLE if self.by_stream_k else Boolean(True)
 
     def is_first(self, work: Work) -> Boolean:
@@ -117,7 +111,6 @@ class Partials(NamedTuple):
 
     @cute.jit
     def store_lse(self, place: tuple, lse: Float32, low: Float32 | None) -> None:
-        """Write a row; place: of `row`."""
         self.lse[place] = lse
         if const_expr(self.low is not None):
             self.low[place] = low
@@ -141,7 +134,6 @@ class OutputRows(NamedTuple):
     def row(
         self, work: Work, queries_are_packed: bool, head_idx: Int32, q_idx: Int32, tile_row: Int32
     ) -> tuple:
-        """As `Partials.row`."""
         if queries_are_packed:
             return work.offset_q + q_idx, head_idx
         return work.batch_idx, q_idx, head_idx

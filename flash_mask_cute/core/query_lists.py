@@ -43,7 +43,6 @@ class QueryLists(NamedTuple):
         return self.tokens[self._of_head(head_idx), entry]
 
     def count(self, head_idx: Int32) -> Int32:
-        """The items of a head."""
         return self.num_items[self._of_head(head_idx)]
 
     def _of_head(self, head_idx: Int32) -> Int32:

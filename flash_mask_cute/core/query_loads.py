@@ -21,8 +21,7 @@ from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.walk_ring import OWN_KIND_SHIFT, OWNERS_SHIFT, Block
 from flash_mask_cute.core.work_ring import Work
 
-# words that go with a query block: its flags, number, head, and row block or, if a walk visits
-# several, sequence
+# of a query block: its flags, number, head, and row block or, if a walk visits several, sequence
 QUERY_WORDS = 4
 
 
@@ -82,12 +81,9 @@ class BwdOperands(NamedTuple):
 
 
 class QueryShape(Protocol):
-    """The traits of a kernel that concern loads.
-
-    boxes: for Q, dO, K, V, and the peer's K if there is one: the layout with stages in shared
-    memory, and rows and columns of a box. bytes_with_q, bytes_with_do: additional bytes that come
-    with the Q and dO of a work tile's first block.
-    """
+    """boxes: for Q, dO, K, V, and the peer's K if there is one: the layout with stages in shared
+    memory, and rows and columns of a box. bytes_with_q, bytes_with_do: additional bytes of a work
+    tile's first block."""
 
     tile_m: int
     tile_d: int
@@ -164,7 +160,6 @@ class QueryLoads:
 
     @cute.jit
     def load_do(self, at: Visited):
-        """Load dO of a block."""
         traits, operands, channel = self.traits, self.operands, self.channels.do
         copy = self._rows_copy(operands.do_atom, operands.do, self.tiles.do, traits.tile_dv, at)
         channel.acquire(at.number)
@@ -177,7 +172,6 @@ class QueryLoads:
         """Write the queries of a block, where they are listed, to its words, for who asks."""
 
     def row_block(self, work: Work, block: Block) -> Int32:
-        """The row block of a query block; work: with the lengths of its sequence."""
         return RowBlocks(self.lengths, self.traits.tile_m).of(work, block)
 
     def _rows_copy(

@@ -34,10 +34,9 @@ class QuerySchedule(NamedTuple):
 
         traits: of the kernel: head_dim, head_dim_v, cluster_tile_m, packed_heads and group_size.
         num_groups: the most CTAs, or pairs of them, to launch. group_bytes: for dense calls, the
-        size of keys and values whose heads form a group, so that they stay in the L2 cache while
-        all their query blocks pass; None: the heads of one KV head form a group. blocks: only these
-        blocks of each dense sequence, the first one and their number. num_splits: splits of each
-        work tile, which count as heads.
+        size of keys and values whose heads form a group, and which stay in the L2 cache together;
+        None: the heads of one KV head form a group. blocks: only these blocks of each dense
+        sequence, the first one and their number.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]

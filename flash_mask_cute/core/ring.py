@@ -46,6 +46,5 @@ class Ring:
 
     @cute.jit
     def release(self, number: Int32) -> None:
-        """Signal that this warp has read entry `number` for the last time."""
         cute.arch.sync_warp()
         self.channel.release(number)

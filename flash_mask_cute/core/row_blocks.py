@@ -34,10 +34,7 @@ class RowBlocks(NamedTuple):
 
 
 def num_row_blocks(rows: int, num_sequences: int, is_packed: bool, tile_m: int) -> int:
-    """Number of row blocks of a head.
-
-    :param rows: seqlen_q, or total_q if sequences are packed
-    """
+    """Of a head. rows: seqlen_q, or total_q if sequences are packed."""
     if is_packed:
         return rows // tile_m + num_sequences
     return num_sequences * -(-rows // tile_m)
@@ -71,8 +68,7 @@ def marks_of(stats: cute.Tensor, tile_m: int, num_stats: int, packed_heads: int 
     """The words of the marks in a row block's statistics: bit r % 32 of word r // 32 is row r's; of
     packed heads (word, query), with a bit for each head of a query.
 
-    A marked row belongs to a query that sees nothing, and its Q or dO is not finite. Multiplication
-    by zeros would not remove such values.
+    A marked row belongs to a query that sees nothing, and its Q or dO is not finite.
     """
     if packed_heads == 1:
         marks, layout = stats.iterator + num_stats * tile_m, cute.make_layout(mark_words(tile_m))
@@ -92,10 +88,7 @@ def by_lanes(groups: int) -> cute.Layout:
 
 def by_queries(packed_heads: int, width: int) -> cute.Layout:
     """(2 columns, 2 rows 8 apart, lane, column group, warp): sums of dQ of 64 rows, in accumulators
-    of `width` columns of two warpgroups, so that those of a query's packed heads lie together.
-
-    The rows of a warp are one query's or a part of them, or two, four or eight queries'.
-    """
+    of `width` columns of two warpgroups, so that those of a query's packed heads lie together."""
     groups = width // 8
     # sums of a warp's query, both warpgroups'
     query = 2 * width * min(packed_heads, 16)
@@ -147,7 +140,6 @@ class ColumnPart(NamedTuple):
 
 
 def shared_parts(cols: int) -> tuple[ColumnPart, ...]:
-    """The parts of `column_parts`, from the first column on."""
     parts, first = [], 0
     for width in column_parts(cols):
         parts.append(ColumnPart(first, width))
@@ -156,12 +148,8 @@ def shared_parts(cols: int) -> tuple[ColumnPart, ...]:
 
 
 def uneven_parts(cols: int) -> tuple[ColumnPart, ColumnPart]:
-    """A wider and a narrower part of a tile's columns, of one warpgroup each.
-
-    They are as nearly equal as blocks of swizzled memory permit (`column_parts`).
-
-    :param cols: a multiple of 32
-    """
+    """A wider and a narrower part of a tile's columns, of one warpgroup each, as nearly equal as
+    blocks of swizzled memory permit (`column_parts`). cols: a multiple of 32."""
     block = next(block for block in (64, 32, 16) if cols % block == 0 and cols > block)
     wider = -(-cols // (2 * block)) * block
     return ColumnPart(0, wider, 1), ColumnPart(wider, cols - wider, 1)

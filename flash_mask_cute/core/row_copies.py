@@ -4,8 +4,7 @@ TMA cannot load pages with fewer keys than a swizzle atom of shared memory, or w
 that has no divisor of that size. Each lane looks up the places of some rows of a block. Then a few
 lanes copy each row, 16 bytes at a time (cp.async), so that one address serves several copies. A row
 after the sequence's end is replaced by its last row: its probabilities are 0, and its values are
-finite, regardless of the memory after the end. A tile may have more columns than the heads: these
-become zeros, as TMA makes them, for a product with NaN that is left there would be NaN.
+finite. Columns of a tile after those of the heads become zeros, as TMA makes them.
 """
 
 import math
@@ -30,8 +29,7 @@ VECTOR_BYTES = 16
 LANES_OF_ROW = 8
 # neighbouring rows of a block that one of several warps copies
 ROWS_OF_TURN = 4
-# Rows of a lane whose addresses are worked out together. In decoding all registers are free for
-# them, and a warp that waits for addresses would copy more slowly than memory reads.
+# rows of a lane whose addresses are worked out together; in decoding all registers are free
 UNROLL, UNROLL_OF_DECODING = 4, 8
 
 
@@ -52,8 +50,7 @@ class BlockRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCopies:
-    """tile_n: rows of a block. is_decoding: work tiles have at most `DECODE_ROWS` rows. A warp
-    counts its rows of a block from 0."""
+    """tile_n: rows of a block. A warp counts its rows of a block from 0."""
 
     pages: Pages
     tile_n: cutlass.Constexpr[int]
@@ -151,12 +148,10 @@ class RowCopies:
 
 
 def _vectors(smem: cute.Tensor) -> int:
-    """Copies of a row."""
     return cute.size(smem, mode=[1]) * smem.element_type.width // (VECTOR_BYTES * 8)
 
 
 def _of_lane(word: Int64, lane: Int32) -> Int64:
-    """What a lane of this warp has."""
     low = cute.arch.shuffle_sync(Int32(word), lane)
     high = cute.arch.shuffle_sync(Int32(word >> 32), lane)
     return (Int64(high) << 32) | Int64(Uint32(low))

@@ -8,20 +8,33 @@ with LSE if LSE is near 0. Otherwise the query has a reference, which is subtrac
 first. Blocks without such a query, nearly all, execute no additional instruction.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
-from flash_mask_cute.core.softmax import any_in_warp
+from flash_mask_cute.core.softmax import ScoreScales, any_in_warp
+
+
+class BwdScoreArgs(NamedTuple):
+    """Processing of the scores, and the tensors that the modifier reads and has gradients for.
+    aux_grads: of each wanted tensor, its gradient, or the sums of it (`AuxSums`)."""
+
+    scales: ScoreScales
+    aux_tensors: Any
+    aux_grads: tuple | None
+
+    def of(self, wants_aux: tuple[int, ...], wanted: tuple[int, ...]) -> "BwdScoreArgs":
+        """With the sums of some of the wanted tensors only."""
+        assert self.aux_grads is not None
+        pairs = zip(wants_aux, self.aux_grads, strict=True)
+        return self._replace(aux_grads=tuple(x for i, x in pairs if i in wanted))
 
 
 class Statistics(NamedTuple):
-    """Statistics of queries in shared memory, for a thread's columns: LSE to base 2, delta, and a
-    reference.
-
-    The reference is subtracted from scores of any magnitude; 0 for none.
+    """Statistics of queries in shared memory, for a thread's columns: LSE to base 2, delta, and the
+    reference that is subtracted from scores of any magnitude, 0 for none.
 
     has_reference: whether some query of the block has one, a warp-uniform value; None: not checked.
     """

@@ -9,18 +9,17 @@ architecture defines how a row is spread over threads, and how exponentials are 
 Method: Milakov and Gimelshein 2018 (online normaliser), in the base-2 form of FlashAttention-2 (Dao
 2023). The maximum may lag: while it has grown by less than `RESCALE_THRESHOLD` in the exponent, the
 old maximum stays in use and the accumulator needs no rescaling (the idea of FlashAttention-4). If
-registers suffice to keep the scores, exponentials do not even wait for the search for the tile's
-maximum. They use the old maximum, and their sum shows whether it was too old (`exponentials`,
-`overflowed`). Probabilities are then at most 2**RESCALE_THRESHOLD, or the SUM_LIMITS of their
-dtype. The dtype and the fp32 sums hold such values with the same relative precision.
+registers suffice to keep the scores, exponentials use the old maximum before the tile's is found,
+and their sum shows whether it was too old (`exponentials`, `overflowed`). Probabilities are then at
+most 2**RESCALE_THRESHOLD, or the SUM_LIMITS of their dtype.
 
 The exponent of a score is one multiply-add. Its addend, the bias of the row, is a rounded product.
 A score_mod may return numbers of any magnitude, such as the -1e30 of additive masks; the rounding
 error of such a bias is larger than the exponents themselves (`takes_any_size`). So the bias of a
 row whose maximum is too far from 0 is NaN. The sums of the row are then NaN, too, and `overflowed`
 treats them as an overflow. The second pass subtracts the maximum first, which is exact
-(`exponentials` with `exactly`). So scores near 0 cost no additional instruction. For other maxima
-the rounding error in all exponents of the row is known (`_residue`), and is removed from the LSE.
+(`exponentials` with `exactly`). For other maxima the rounding error in all exponents of the row is
+known (`_residue`), and is removed from the LSE.
 """
 
 import math
@@ -56,8 +55,8 @@ CHAINS = 4
 class ScoreScales(NamedTuple):
     """Factors that turn raw products Q K^T into exponents of two, through soft cap and score_mod.
 
-    scale_in multiplies the raw product before a soft cap or score_mod, None without these. cap is
-    the soft cap. scale_log2 multiplies the input of the softmax.
+    scale_in: multiplies the raw product before these, None without them. scale_log2: multiplies the
+    input of the softmax.
     """
 
     scale_log2: Float32
@@ -150,17 +149,14 @@ class RowArithmetic(Protocol):
         """exp2(score * scale_log2 + bias); too large an exponent gives more than SUM_LIMITS."""
         ...
 
-    def total(self, values: Sequence[Float32]) -> Float32:
-        """The sum of a thread's values."""
-        ...
+    def total(self, values: Sequence[Float32]) -> Float32: ...
 
 
 class QuadRows:
     """`RowArithmetic` of WGMMA's accumulators, which spread a row over four lanes.
 
     by_polynomial: how many of PERIOD exponentials are computed by `exp2_polynomial`, a divisor of
-        PERIOD, or 0. This pays if the special function unit has as much work with the scores
-        themselves, and it costs energy. coefficients: of that polynomial.
+    PERIOD, or 0. This pays if scores need the special function unit, too, and it costs energy.
     """
 
     def __init__(self, by_polynomial: int = 0, coefficients: tuple[float, ...] = ()):
@@ -208,11 +204,10 @@ class OnlineSoftmax:
     """Running maximum and sum of the accumulator rows a thread owns.
 
     row_max: the maximum in use (-inf while a row has seen nothing). row_limit: scores above it make
-    row_max too old. row_bias: the addend that turns score * scale_log2 into the exponent. row_sum:
-    this thread's share of the sum. factor: turns the numbers that the softmax gets into scores in
-    natural units, if these may have any magnitude; None: the numbers are scaled products.
-    row_largest: this thread's largest score, which may exceed `row_max`; None: not wanted.
-    rows_alone: the bits of a row do not depend on the other rows of its warp.
+    row_max too old. row_bias: the addend that turns score * scale_log2 into the exponent. row_sum,
+    row_largest: of this thread; the latter may exceed row_max; None: not wanted. factor: turns what
+    the softmax gets into scores in natural units, if these may have any magnitude; None: it gets
+    scaled products. rows_alone: the bits of a row do not depend on the other rows of its warp.
     """
 
     scale_log2: Float32
@@ -253,8 +248,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def start(self, scores: cute.Tensor) -> None:
-        """Restart rows with their first tile of scores (rows, cols). Sets the maximum, empties the
-        sum."""
+        """Restart rows with their first tile of scores (rows, cols)."""
         for r in cutlass.range_constexpr(self.num_rows):
             largest = _chained_reduce(_row(scores, r), cute.arch.fmax)
             self._adopt(r, self.arithmetic.across(largest, cute.arch.fmax))
@@ -291,7 +285,6 @@ class OnlineSoftmax:
         return tuple(results)
 
     def tile_max(self, scores: cute.Tensor) -> tuple:
-        """This thread's largest score of each row."""
         return tuple(_chained_reduce(_row(scores, r), cute.arch.fmax) for r in range(self.num_rows))
 
     @cute.jit
@@ -324,7 +317,6 @@ class OnlineSoftmax:
         return tuple((total < self.sum_limit) == Boolean(False) for total in sums)
 
     def is_empty(self) -> tuple:
-        """Per row, whether it has seen nothing yet."""
         return tuple(self.row_max[r] == -Float32.inf for r in range(self.num_rows))
 
     def non_empty_of(self, flags: tuple) -> tuple:
@@ -345,8 +337,7 @@ class OnlineSoftmax:
         """Take newer maxima for rows in which a thread found the old one too old.
 
         Returns the factor per row for the sums accumulated with the old maximum, 1 if there are
-        none. The numbers of a row depend only on its own scores, so it does not matter which rows
-        share a warp.
+        none. It depends only on the row's own scores.
         """
         factors = []
         for r in cutlass.range_constexpr(self.num_rows):
@@ -503,8 +494,7 @@ class OnlineSoftmax:
 def round_pair(p: Float32, q: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     """Two 16-bit values in a word, the first in its lower half.
 
-    Written as PTX: the compiler would move its own conversion behind the next join, and keep the
-    unrounded values, which take twice the registers, until then
+    Written as PTX: the compiler would move its own conversion behind the next join
     (docs/facts/compiler.md#a-conversion-in-both-arms-moves-behind-the-join).
     """
     name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
@@ -516,7 +506,6 @@ def round_pair(p: Float32, q: Float32, dtype: type[cutlass.Numeric]) -> Int32:
 
 
 def either(flags: tuple, others: tuple) -> tuple:
-    """Per row, whether either flag is set."""
     return tuple(a | b for a, b in zip(flags, others, strict=True))
 
 

@@ -48,11 +48,8 @@ FEW_ROWS = DECODE_ROWS // 2
 
 
 class StreamKChunks(NamedTuple):
-    """How the key blocks of a launch are cut.
-
-    num_lines: 1, or the number of heads. size: places of a chunk; chunks at the end of a line may
-    be empty. A CTA has a chunk of one of the lines, and CTAs with the same chunk are neighbours.
-    """
+    """num_lines: 1, or the number of heads. size: places of a chunk; the last ones may be empty. A
+    CTA has a chunk of one of the lines, and CTAs with the same chunk are neighbours."""
 
     num_lines: IntLike
     size: IntLike
@@ -98,7 +95,6 @@ class TileOnLine(NamedTuple):
 
     @property
     def first_block(self) -> IntLike:
-        """The place of its first block."""
         return self.start + TILE_COST
 
     def split(self, chunk: IntLike, size: IntLike) -> tuple[IntLike, IntLike]:
@@ -109,7 +105,6 @@ class TileOnLine(NamedTuple):
         return first, imax(imin(begin + size, self.num_blocks), first)
 
     def first_chunk(self, size: IntLike) -> IntLike:
-        """The chunk that contains its first block."""
         return self.first_block // size
 
     def num_splits(self, size: IntLike) -> IntLike:

@@ -82,13 +82,12 @@ class TileScheduler:
     None: it never is.
     ctas_per_tile: number of neighbouring CTAs that take tiles together; a tile then has one block
     for each of them. claims: how one of them claims for all; without it, such CTAs have no counter.
-    claims_first: a CTA claims its first tile, too. So the tiles before a claimed one have been
-    claimed by CTAs that run, however few CTAs run at a time. CTAs that wait for the tiles before
-    theirs then all end, also if they claim a tile while they compute another one: the first tile
-    that is not done waits for none, and its CTA has done those that it claimed before.
+    claims_first: a CTA claims its first tile, too. Then CTAs that wait for the tiles before theirs
+    all end, however few run at a time: the first tile that is not done waits for none, and its CTA
+    runs and has done those that it claimed before.
     entries_first: of dense launches, groups have a head of several sequences, then of others.
-    alternating: with entries_first, a CTA begins with neighbouring tiles, those of a block of a
-    group (`alternating_params`), and claims tiles later.
+    alternating: with entries_first, a CTA begins with the tiles of a block of a group
+    (`alternating_params`), and claims tiles later.
     """
 
     params: ScheduleParams
@@ -109,7 +108,6 @@ class TileScheduler:
         return search
 
     def before_start(self) -> Search:
-        """Where no tile has been claimed."""
         if self.alternating:
             return Search(
                 cute.arch.block_idx()[0] * self.params.heads_per_group, Int32(0), Int32(0)

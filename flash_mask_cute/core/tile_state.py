@@ -12,12 +12,10 @@ PARTIAL = FULL | EMPTY
 
 
 def has_visible(state: Int32) -> Boolean:
-    """Whether any score of the tile is visible."""
     return (state & FULL) != 0
 
 
 def has_hidden(state: Int32) -> Boolean:
-    """Whether any score of the tile is hidden."""
     return (state & EMPTY) != 0
 
 

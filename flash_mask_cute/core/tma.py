@@ -47,9 +47,7 @@ class Operands(NamedTuple):
     @staticmethod
     def of_forward(traits, mQ, mK, mV, mO, lengths: Lengths, load=None) -> "Operands":
         """The operands of a forward by the layouts of its traits, (rows, columns, stages), with V's
-        transposed. They also have the boxes of query rows (`row_tile`), of keys and values
-        (`box_k`, `box_v`) and of the output (`box_o`), and say whether boxes of keys go to all CTAs
-        of a cluster. load: the operation, if not that of a single CTA."""
+        transposed. load: the operation, if not that of a single CTA."""
         packed_q, packed_k = lengths.cu_seqlens_q is not None, lengths.cu_seqlens_k is not None
         ends_early = lengths.seqused_k is not None or traits.page_box is not None
         load = cpasync.CopyBulkTensorTileG2SOp() if load is None else load
@@ -104,9 +102,8 @@ def group_rows(tensor: cute.Tensor, group: int) -> cute.Tensor:
 
 
 def sequence_rows(tensor: cute.Tensor, is_packed: bool, has_used: bool = False) -> cute.Tensor:
-    """A view of `head_rows` from which `of_sequence` and `readable_rows` take the rows of one
-    sequence, so that TMA accesses no others. has_used: a dense sequence may have unused rows at its
-    end."""
+    """A view of `head_rows` for `of_sequence` and `readable_rows`. has_used: a dense sequence may
+    have unused rows at its end."""
     view = head_rows(tensor, is_packed)
     return ragged_rows(view) if is_packed or has_used else view
 
@@ -154,8 +151,8 @@ def at_ragged_sequence(
 
 
 class RowSide(NamedTuple):
-    """The sequences of the queries or of the keys. Whether they are packed, whether they may have
-    unused rows at their ends, and the number of rows, in a batch entry or in all."""
+    """The sequences of the queries or of the keys. has_used: they may have unused rows at their
+    ends. rows: in a batch entry, or in all if they are packed."""
 
     is_packed: bool
     has_used: bool
@@ -177,11 +174,9 @@ def readable_rows(
 ) -> tuple[cute.Tensor, Int32]:
     """The rows of one sequence of `sequence_rows`, and the first row of a tile to read.
 
-    Zeros follow the last row in use, regardless of the memory there.
-
-    If TMA clips at `length`, a tile that begins past the end is moved to the last row, and a tile
-    of an empty sequence to a row of another sequence. TMA clips a tile that is read, but faults on
-    a tile that lies outside as a whole.
+    Zeros follow the last row in use. If TMA clips at `length`, a tile that begins past the end is
+    moved to the last row, and a tile of an empty sequence to a row of another sequence: TMA faults
+    on a tile that lies outside as a whole.
     """
     if side.is_packed:
         length = cutlass.max(length, 1)

@@ -1,9 +1,8 @@
 """Values of more columns than one CTA sums: the CTAs of a cluster have the same work tiles.
 
-Each scores all keys of a tile, and multiplies its half of the columns of V. So a tile has one walk
-and one place among splits, and each CTA loads half of the keys of a block, for both. The first CTA
-writes what a row has once, such as its LSE. Halves are as wide as a tile in shared memory. If that
-is more than half of the columns, both CTAs have those in the middle, with the same results.
+Each scores all keys of a tile, and multiplies its half of the columns of V. Each loads half of the
+keys of a block, for both. Halves are as wide as a tile in shared memory. If that is more than half
+of the columns, both CTAs have those in the middle, with the same results.
 """
 
 from typing import Any, NamedTuple
@@ -23,16 +22,13 @@ class ValueHalf(NamedTuple):
 
     @property
     def writes_rows(self) -> Boolean:
-        """Whether this CTA writes what a row has once."""
+        """Whether this CTA writes what a row has once, such as its LSE."""
         return self.rank == 0
 
 
 def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, clusters.Claims | None]:
     """The half of this CTA, and how one CTA claims work tiles for both; None if it has all columns.
-
-    traits: of the kernel: head_dim_v, num_ctas, and tile_dv, the columns of a half. storage: shared
-    memory of the CTA.
-    """
+    traits: of the kernel; tile_dv: the columns of a half."""
     if traits.num_ctas == 1:
         return None, None
     rank = clusters.rank()
@@ -42,7 +38,6 @@ def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, clusters.Claims
 
 
 def sync_ctas(traits: Any) -> None:
-    """Wait for all threads that compute a work tile together."""
     if traits.num_ctas == 1:
         cute.arch.sync_threads()
     else:

@@ -1,8 +1,7 @@
 """The blocks that a work tile visits, sent from the scheduler warp to the other warps.
 
 The forward visits blocks of keys. The backward visits blocks of queries, one query head after
-another. A walk is sent as chunks of up to 32 neighbouring blocks, with one bit for each block. One
-vote of a warp finds the visible blocks of a chunk, and counting leading zeros iterates over them.
+another. A walk is sent as chunks of up to 32 neighbouring blocks, with one bit for each block.
 Walks over keys go down from chunk to chunk, walks over queries go up (`BackwardMask`). Chunks
 without a visible block are not sent, but a walk has at least one block.
 """
@@ -39,11 +38,9 @@ class Block(NamedTuple):
     """A visited block: number, query head, the causes that make it partial, its kind and the next
     one's.
 
-    predecessor: see `WalkRing.predecessors`, 0 where there are none. sequence: that of its queries,
-    if a walk visits several. token: where a block consists of listed queries, that of this lane
-    (`WalkRing.tokens`). owners: bit w says whether warpgroup w has the block in its lists, if each
-    has its own. next_index: the number of the next block, 0 after the last one, if walks report it
-    (`WalkRing.tells_next`).
+    predecessor, token, next_index: see `WalkRing`; 0 where there is none. sequence: that of its
+    queries, if a walk visits several. owners: bit w says whether warpgroup w has the block in its
+    lists, if each has its own.
     """
 
     index: Int32
@@ -64,13 +61,11 @@ class Block(NamedTuple):
 class Chunk(NamedTuple):
     """Words with one bit for each block, and the head of their scores. Bit 0 is block `base`.
 
-    visible: blocks to visit. The next four give the cause of a partial block: hidden (nothing of it
-    is
-    visible), band (an edge of the band or the end of the keys), columns (an edge of an interval),
-    needs_mask_mod (mask_mod decides). uncut: fully visible blocks; it does not depend on
-    skip_blocks, because it fixes the visiting order. follower: the `Kind` of the first block of the
-    walk's next chunk. sequence: that of the queries, if a walk visits several (`WalkRing.fields`).
-    own_*: the blocks in the lists of one warpgroup each, if these have lists of their own.
+    follower: the `Kind` of the first block of the walk's next chunk. visible: blocks to visit. The
+    next four give the cause of a partial block: hidden (nothing of it is visible), band (an edge of
+    the band or the end of the keys), columns (an edge of an interval), needs_mask_mod (mask_mod
+    decides). uncut: fully visible blocks; it does not depend on skip_blocks, because it fixes the
+    visiting order. sequence: as in `Block`. own_*: the blocks in the lists of one warpgroup each.
     """
 
     base: Int32
@@ -126,7 +121,6 @@ class Chunk(NamedTuple):
         return Int32(Kind.FULL) + ((self.cut >> bit) & 1)
 
     def block(self, bit: Int32, follower: Int32, predecessor: Int32) -> Block:
-        """The block of a bit."""
         cuts = (self.hidden, self.band, self.columns, self.needs_mask_mod)
         return Block(
             self.base + bit,
@@ -176,7 +170,6 @@ class WalkRing:
     tells_next: cutlass.Constexpr[bool] = False
 
     def acquire(self, number: Int32) -> None:
-        """Wait until chunk `number` may be written."""
         self.ring.channel.acquire(number)
 
     def write_token(self, number: Int32, i: int, token: Int32) -> None:
@@ -185,8 +178,7 @@ class WalkRing:
 
     @cute.jit
     def write(self, number: Int32, chunk: Chunk, predecessor: Int32 | None = None) -> None:
-        """Write chunk `number`, counted from 0 over all walks. predecessor: the predecessor of each
-        lane's block."""
+        """Write chunk `number`, from 0 over all walks. predecessor: of each lane's block."""
         if const_expr(self.predecessors is not None):
             self.ring.channel.acquire(number)
             self.predecessors[cute.arch.lane_idx(), self.ring.channel.index(number)] = predecessor
@@ -255,8 +247,7 @@ class WalkRing:
                     token = self.tokens[own, bit, self.ring.channel.index(number)]
                 if const_expr(not only_cut):  # noqa: SIM102 (decided while tracing)
                     if remaining == 0:
-                        # before the last block is taken, so that what comes next is scheduled
-                        # meanwhile
+                        # before the last block is taken: what comes next is scheduled meanwhile
                         is_last = chunk.follower == Kind.END
                         self.ring.release(number)
                 block = chunk.block(bit, follower, predecessor)

@@ -21,11 +21,10 @@ class Work(NamedTuple):
     block: a query block in the forward, a key block in the backward. head_idx counts KV heads in
     the backward, and in the forward if query heads are packed.
     slot: rows that the sequence occupies on the block's side, used or not.
-    q_start: the position of its first query, in launches that get one. first_block, end_block: the
-    key blocks that this CTA's split may visit, and place, the destination of the split
-    (`core/partials.py`), in launches with splits; with query lists the entries of the work tile's
-    segment, and its item (`core/query_lists.py`). Ring entries hold a field that may be None only
-    if the launch has it (`WorkRing.fields`).
+    q_start: the position of its first query. first_block, end_block: the key blocks that this CTA's
+    split may visit, and place, the destination of the split (`core/partials.py`); with query lists
+    the entries of the work tile's segment, and its item (`core/query_lists.py`). Ring entries hold
+    a field that may be None only if the launch has it (`WorkRing.fields`).
     """
 
     block: Int32
@@ -70,11 +69,9 @@ class WorkRing:
     fields: cutlass.Constexpr[tuple[str, ...]] = WORK_FIELDS
 
     def acquire(self, number: Int32) -> None:
-        """Wait until entry `number` may be written."""
         self.ring.channel.acquire(number)
 
     def write(self, number: Int32, work: Work) -> None:
-        """Write entry `number` (from 0)."""
         self.ring.write(number, [getattr(work, name) for name in self.fields])
 
     def wait(self, number: Int32) -> Boolean:
@@ -89,5 +86,4 @@ class WorkRing:
         return Work(**dict(zip(self.fields, words, strict=True)))
 
     def release(self, number: Int32) -> None:
-        """Signal that this warp has read entry `number` for the last time."""
         self.ring.release(number)

@@ -1,10 +1,10 @@
 """Writes new keys and values after those of a cache, contiguous or paged, before attention.
 
 A CTA processes a row of the new keys, of the new values or, with rotation, of the queries. The last
-CTAs write the new number of keys of each sequence, so the host needs no launch for it. Contents
-that the host would refuse on a CPU (`call/cache_writes.py`) never cause a fault: rows and page
-numbers outside of the cache are ignored, and positions outside of the rotary tables are moved to
-their ends. Of two rows for one place, either may be written.
+CTAs write the new number of keys of each sequence. Contents that the host would refuse on a CPU
+(`call/cache_writes.py`) never cause a fault: rows and page numbers outside of the cache are
+ignored, and positions outside of the rotary tables are moved to their ends. Of two rows for one
+place, either may be written.
 
 Into a cache in float8_e4m3fn a warp writes a row of a head: divided by its scale in fp32, which it
 finds and writes if each row has one, and rounded to the nearest code, saturating.
@@ -40,7 +40,6 @@ class NewRows(NamedTuple):
     cu_seqlens: cute.Tensor | None
 
     def seqlen(self) -> Int32:
-        """Rows of each sequence if they are not packed."""
         return self.k.shape[1] if self.cu_seqlens is None else Int32(0)
 
 
@@ -95,8 +94,7 @@ class AppendKV:
 
     @cute.jit
     def __call__(self, new: tuple, cache: tuple, rotary: tuple | None, stream):
-        """Launch on `stream`; the arguments are the fields of `NewRows`, `Cache` and `Rotary`, any
-        strides."""
+        """Launch on `stream`; the arguments are the fields of `NewRows`, `Cache` and `Rotary`."""
         new, cache = NewRows(*new), Cache(*cache)
         num_batch = cache.seqlens.shape[0]
         rows_k, rows_q = _num_rows(new.k), Int32(0)
@@ -135,7 +133,6 @@ class AppendKV:
         row: Int32,
         of_keys: cutlass.Constexpr[bool],
     ):
-        """Write a row of the new keys, or of the new values."""
         place = _place(new.cu_seqlens, new.seqlen(), row)
         if place.is_valid:
             info = _lengths(new, cache, place.batch_idx)
@@ -187,9 +184,7 @@ class AppendKV:
             a, b = pair, pair + pairs
             if const_expr(self.interleaved):
                 a, b = 2 * pair, 2 * pair + 1
-            cos, sin = rotary.cos[at, pair].to(Float32), rotary.sin[at, pair].to(Float32)
-            x, y = source[head_idx, a].to(Float32), source[head_idx, b].to(Float32)
-            x, y = _turned(x, y, cos, sin)
+            x, y = _turned_pair(rotary, at, pair, source, ((head_idx, a), (head_idx, b)))
             target[head_idx, a] = x.to(target.element_type)
             target[head_idx, b] = y.to(target.element_type)
         rest = dim - 2 * pairs
@@ -270,15 +265,17 @@ class AppendKV:
                     is_second = element // pairs
                     pair = element - is_second * pairs
                     a, b = pair, pair + pairs
-                cos, sin = rotary.cos[at, pair].to(Float32), rotary.sin[at, pair].to(Float32)
-                x, y = source[head_idx, a].to(Float32), source[head_idx, b].to(Float32)
-                x, y = _turned(x, y, cos, sin)
+                x, y = _turned_pair(rotary, at, pair, source, ((head_idx, a), (head_idx, b)))
                 number = cutlass.select_(is_second == 0, x, y)
         return number
 
 
-def _turned(x: Float32, y: Float32, cos: Float32, sin: Float32) -> tuple[Float32, Float32]:
-    """A pair of elements, rotated."""
+def _turned_pair(
+    rotary: Rotary, at: Int32, pair: Int32, source: cute.Tensor, places: tuple
+) -> tuple[Float32, Float32]:
+    """Two elements of a tensor, rotated by row `at` of the tables."""
+    cos, sin = rotary.cos[at, pair].to(Float32), rotary.sin[at, pair].to(Float32)
+    x, y = (source[place].to(Float32) for place in places)
     return x * cos - y * sin, x * sin + y * cos
 
 

@@ -4,8 +4,8 @@ These split a group of heads, and leave partial sums, or have different queries 
 (`core/query_lists.py`), and add to the same sums.
 
 The sums are fp32, in an order that suits the summing kernel. They are added in the order of the
-parts, so the result does not depend on the run. There is little to add, and there are
-few key blocks: a CTA takes some columns of one, so that many SMs have something to read.
+parts, so the result does not depend on the run. A CTA takes some columns of a key block: blocks are
+few.
 """
 
 from dataclasses import dataclass

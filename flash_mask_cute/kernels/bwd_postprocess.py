@@ -1,7 +1,7 @@
 """Conversion of the backward's fp32 sums of dQ, in the layout of the summing kernel, to dQ.
 
-A CTA processes one row block of one head. It reads the sums in memory order, so that each access of
-a warp is contiguous, and transposes them into rows through shared memory.
+A CTA processes one row block of one head. It reads the sums in memory order, and transposes them
+into rows through shared memory.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,7 @@ class BwdPostprocess:
 
     In lane order, where lanes are rows, column c of row r lies at
     (c / 4 * tile_m + r) * 4 + c % 4.
-    Of a pair of CTAs, each has half of the rows, one after the other, and in these the groups of 4
-    columns are in the order of `_place`.
+    Of a pair of CTAs, each has half of the rows, in which `_place` orders the groups of 4 columns.
 
     :param dtype: of dQ, 16 bits
     :param head_dim: a multiple of 8, at most accum_cols

@@ -4,15 +4,13 @@ If scores may have any magnitude, an LSE far from 0 is stored as a reference tha
 subtracts from scores first, and the stored LSE is only its rounding error.
 
 A CTA processes one row block (`core.row_blocks`) of one head. The grid covers all row blocks, so
-nothing has to be cleared beforehand. CTAs of packed sequences find their sequence by a search; a
-row block of no sequence just gets zeros. The kernel is bound by memory, so it keeps many 16-byte
-accesses in flight.
+nothing has to be cleared beforehand. A row block of no sequence gets zeros. The kernel is bound by
+memory, so it keeps many 16-byte accesses in flight.
 
 Queries that see nothing have P = 0, which would not hide a NaN in their rows of Q or dO: 0 * NaN is
-NaN. If masks may leave such queries, rows with such values are marked, and the main kernel clears
-them. Q and dO are examined only for queries that see nothing. The test is whether the sum of
-squares is finite; otherwise a product with V might not be finite. With a sink the LSE of such rows
-is the sink's, and not -inf: then O, which is 0 there, identifies them.
+NaN. If masks may leave such queries, their rows of Q and dO whose sum of squares is not finite are
+marked, and the main kernel clears them. With a sink the LSE of such rows is the sink's, and not
+-inf: then O, which is 0 there, identifies them.
 """
 
 from dataclasses import dataclass
@@ -50,8 +48,6 @@ HOSTILE, SEES = 1, 2
 
 
 class BlockRows(NamedTuple):
-    """The query rows of a row block."""
-
     batch_idx: Int32
     first: Int32
     """Where they start: in the sequence, or, where sequences are packed, in the tensor."""
@@ -86,7 +82,6 @@ class Packing(NamedTuple):
         return self.rows > 1
 
     def is_head(self, row: Int32) -> Boolean:
-        """Whether a row of a block is a head's."""
         return Boolean(True) if self.rows == self.heads else row % self.rows < self.heads
 
     def place(self, row: Int32) -> Int32:
@@ -231,8 +226,6 @@ class PreprocessArgs(NamedTuple):
 class BwdPreprocess:
     """Fills the row statistics, and prepares the sums of dQ; to be passed to `cute.compile`.
 
-    It clears these sums, or records that there are none yet.
-
     :param dtype: of O and dO, 16 bits
     :param head_dim_v: a multiple of 8, at most MAX_WIDE_HEAD_DIM
     :param tile_m: query rows of a row block, a multiple of 16 up to 256
@@ -286,8 +279,7 @@ class BwdPreprocess:
         mQ: cute.Tensor | None = None,
         mLSELow: cute.Tensor | None = None,
     ):
-        """Launch on `stream`, for at least one head and row block. Nothing has to be
-        cleared beforehand.
+        """Launch on `stream`, for at least one head and row block.
 
         :param mO: (batch, seqlen_q, heads_q, head_dim_v) or packed (total_q, heads_q, head_dim_v),
             rows contiguous and aligned to 16 bytes, other strides free
@@ -429,7 +421,6 @@ class BwdPreprocess:
     def _read_lse(
         self, args: PreprocessArgs, head_idx: Int32, rows: BlockRows, thread: Int32
     ) -> LseOfRow:
-        """The `LseOfRow` of the thread's row."""
         lse, low, dlse = -Float32.inf, Float32(0.0), Float32(0.0)
         if (thread < rows.in_use) & self.packing.is_head(thread):
             lse = self._row_value(args.mLSE, head_idx, rows, thread)

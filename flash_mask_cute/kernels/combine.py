@@ -205,8 +205,7 @@ class Combine:
         """Sums of every warps_per_row-th split of a row, from first_split on.
 
         Writes to `values` this lane's columns of the sum of exp(LSE_j - largest) O_j, and returns
-        `largest`, the maximum of LSE_j as rounded to fp32, and the sum of exp(LSE_j - largest). One
-        pass: the loads of a batch of splits, LSE and O, wait for nothing but each other.
+        `largest`, the maximum of LSE_j as rounded to fp32, and the sum of exp(LSE_j - largest).
         """
         largest, total = -Float32.inf, Float32(0.0)
         values.fill(0.0)
@@ -268,8 +267,7 @@ class Combine:
         """`_combined` of all splits of a row, by the warps of a CTA. Every warp gets the sums,
         added in the order of the warps.
 
-        storage: fp32 (head_dim_v + 2, warps_per_row) in shared memory; the last two rows are for
-        `largest` and the sum.
+        storage: fp32 (head_dim_v + 2, warps_per_row) in shared memory.
         """
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         largest, total = self._combined(row, warp, splits, values)
@@ -306,7 +304,6 @@ class Combine:
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
     ):
-        """Normalise and store a row, by one warp."""
         largest, total = sums
         # NaN is not empty
         is_empty = total == Float32(0.0)

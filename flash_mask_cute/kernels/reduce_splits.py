@@ -1,13 +1,12 @@
 """Reduction of the fixed splits of rows into their results, in the order of the keys.
 
 The attention kernel left each fixed split of a row (`core/fixed_splits.py`), normalised by its own
-sum, with its LSE. Fixed splits are reduced one after the other, by the arithmetic of
+sum, with its LSE. A warp reduces them one after the other, by the arithmetic of
 `core/ordered_sums.py`, so bits are those of a CTA that computed all of them. A fixed split that saw
 nothing has LSE -inf.
 
-A row is reduced by one warp. Loads of several fixed splits are in flight together; nothing else of
-them is. The kernel is launched programmatically: its CTAs may start before the kernel whose results
-it reduces has ended, and wait for its end.
+The kernel is launched programmatically: its CTAs may start before the kernel whose results it
+reduces has ended, and wait for its end.
 """
 
 import cutlass
@@ -119,7 +118,6 @@ class ReduceSplits:
 
     @cute.jit
     def _load(self, split_idx: Int32, place: tuple, source: cute.Tensor, target: cute.Tensor):
-        """Load this lane's columns of a fixed split of a row."""
         columns = source[(split_idx, *place, None)]
         for v in cutlass.range_constexpr(self.vectors):
             vector = v * WARP + cute.arch.lane_idx()
@@ -128,7 +126,6 @@ class ReduceSplits:
 
     @cute.jit
     def _store(self, values: cute.Tensor, factor: Float32, columns: cute.Tensor):
-        """Normalise and store this lane's columns of a row."""
         for v in cutlass.range_constexpr(self.vectors):
             vector = v * WARP + cute.arch.lane_idx()
             if vector < self.head_dim_v // VECTOR:

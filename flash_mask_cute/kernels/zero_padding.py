@@ -1,7 +1,6 @@
 """Zeros for the rows of new packed gradients after their last sequence.
 
-No other kernel writes these rows, and only the device knows whether there are any. Usually there
-are none, and the cost is one launch; zeroing whole tensors would write all of them.
+No other kernel writes these rows, and only the device knows whether there are any.
 """
 
 import cutlass.cute as cute

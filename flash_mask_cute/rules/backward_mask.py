@@ -49,9 +49,7 @@ class BackwardMask(MaskRules):
 
     Blocks of a query head are visited in ascending order. is_ordered: the work tiles that see a
     query block have an order, from the last keys to the first, and each tile gets its predecessor.
-    Work tiles are handed out in that order, so no CTA waits for a tile that has not begun. Under
-    causal masking a walk starts at the block whose last keys are the tile's, so it does not wait at
-    all.
+    Work tiles are handed out in that order, so no CTA waits for a tile that has not begun.
 
     staggers: each tile starts a chunk at a different block, and visits the blocks before that one
     last. So tiles that visit the same chunk at the same time do not add to the same rows of dQ.
@@ -61,9 +59,8 @@ class BackwardMask(MaskRules):
 
     in_common: lengths of the sequences that have their keys in common, if they have.
 
-    own_keys: so many keys of a tile each, of one warpgroup, are whose blocks of the lists decide
-    alone what it sees, as blocks consist of such keys and of whole query blocks. None: bits of
-    scores tell what lists hide.
+    own_keys: keys of a warpgroup, if blocks of the lists consist of such keys and of whole query
+    blocks. None: bits of scores tell what lists hide.
     """
 
     group: Int32
@@ -88,8 +85,7 @@ class BackwardMask(MaskRules):
         own_keys: int | None = None,
     ):
         """The masks of a backward kernel (`MaskedKernel`), with deterministic and clears_dq."""
-        # Who comes first to a row block stores, and the others wait for it. Under bands walks begin
-        # apart anyway.
+        # Who comes first to a row block stores while others wait. Under bands walks begin apart.
         begin_alike = not (kernel.is_causal or kernel.is_local)
         staggers = begin_alike and not (kernel.deterministic or kernel.clears_dq)
         return cls.from_kernel(
@@ -114,11 +110,7 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
-        """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
-        number.
-
-        A walk that sees nothing visits one hidden block, so no role needs a special case.
-        """
+        """As `ForwardMask.send_walk`."""
         m_blocks = self._m_blocks(work)
         nothing = Chunk.hidden_block(Int32(0), work.head_idx * self.group)
         if const_expr(self.own_keys is not None):
@@ -133,7 +125,6 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def _extend_by_all(self, ring: WalkRing, walk: PendingWalk, work: Work) -> PendingWalk:
-        """Extend a walk by the queries of all sequences."""
         # a hidden block is one of real queries: rows past the last query may hold anything
         walk, with_queries = walk._replace(chunk=walk.chunk._replace(sequence=Int32(0))), Int32(-1)
         for sequence in cutlass.range(self.in_common.num_sequences, unroll=1):
@@ -207,7 +198,6 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def _sees(self, work: Work, head_idx: Int32, m_block: Int32, n_block: Int32) -> Boolean:
-        """Whether a walk visits a tile."""
         is_visible = self._judge(work, head_idx, m_block, n_block).is_visible
         return self._judge_by_mask_mod(work, head_idx, m_block, n_block, is_visible)[0]
 
@@ -238,7 +228,9 @@ class BackwardMask(MaskRules):
                 work, head_idx, m_block, work.block, verdict.is_visible
             )
         else:
-            owners = self._judge_owners(work, head_idx, m_block)
+            owners = [
+                self._is_listed(work, head_idx, m_block, owner) for owner in range(self._num_owners)
+            ]
             is_visible = verdict.is_visible & reduce(operator.or_, owners)
             needs_mask_mod = Boolean(False)
         chunk = Chunk.from_votes(
@@ -259,10 +251,6 @@ class BackwardMask(MaskRules):
     @property
     def _num_owners(self) -> int:
         return self.block_info.tile_n // self.own_keys
-
-    def _judge_owners(self, work: Work, head_idx: Int32, m_block: Int32) -> list[Boolean]:
-        """Whether lists have this lane's query block, for each owner of keys."""
-        return [self._is_listed(work, head_idx, m_block, i) for i in range(self._num_owners)]
 
     @cute.jit
     def _is_listed(
@@ -285,8 +273,7 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """The words of a block's bits in this warp's share of a tile's keys, for
-        `MaskWarpRows.store`. A lane holds a key of each group of 32."""
+        """As `ForwardMask.make_bits`. A lane holds a key of each group of 32."""
         if const_expr(self.in_common is not None):
             work = self.in_common.of_block(work, block)
         words = warp_rows.fill(ALL)
@@ -383,8 +370,7 @@ class BackwardMask(MaskRules):
 
     @cute.jit
     def _eval_all(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        # query after query, the same for all lanes: what the callable loads for a key, the compiler
-        # loads once
+        # query after query: what the callable loads for a key, the compiler loads once
         words = warp_rows.fill(0)
         for step in cutlass.range(self._bits_per_word // ROWS_PER_EVAL, unroll=1):
             words = self._eval_step(work, block, warp_rows, step * ROWS_PER_EVAL, words)

@@ -45,10 +45,9 @@ class Band(NamedTuple):
     shift: the position of query 0 among the keys. None is `seqlen_k - seqlen_q` (bottom-right
     alignment: the last query sits at the last key).
 
-    A side that is None is open. The generated code depends on which sides are None, not on their
-    values. Causal is `window_right = 0`. A negative side is allowed and excludes the diagonal, but
-    if both are given, `window_left + window_right >= 0` must hold. On Int32, lengths, index and
-    windows must add up without overflow: pass None rather than a huge number for an open side.
+    A side that is None is open. Causal is `window_right = 0`. A negative side is allowed and
+    excludes the diagonal, but if both are given, `window_left + window_right >= 0` must hold. On
+    Int32, lengths, index and windows must add up without overflow: pass None for an open side.
     """
 
     seqlen_q: IntLike
@@ -60,9 +59,8 @@ class Band(NamedTuple):
     def k_range(self, q_idx: IntLike) -> tuple[IntLike, IntLike]:
         """Keys [lo, hi) that query `q_idx` sees, with 0 <= lo <= hi <= seqlen_k.
 
-        A query that sees nothing gets lo == hi. `q_idx` may lie outside [0, seqlen_q): the band
-        simply continues. The bound of an open side is the scalar 0 or `seqlen_k`, even if `q_idx`
-        is a tensor.
+        A query that sees nothing gets lo == hi. `q_idx` may lie outside [0, seqlen_q). The bound of
+        an open side is the scalar 0 or `seqlen_k`, even if `q_idx` is a tensor.
         """
         shift = self.seqlen_k - self.seqlen_q if self.shift is None else self.shift
         diagonal = q_idx + shift
@@ -75,14 +73,9 @@ class Band(NamedTuple):
         return lo, hi
 
     def q_range(self, k_idx: IntLike) -> tuple[IntLike, IntLike]:
-        """Queries [lo, hi) that see key `k_idx`, with 0 <= lo <= hi <= seqlen_q.
-
-        The inverse of `k_range`: for q and k inside the sequences, q is in `q_range(k)` exactly
-        when k is in `k_range(q)`.
-        """
+        """Queries [lo, hi) that see key `k_idx`, with 0 <= lo <= hi <= seqlen_q."""
         return self.transposed().k_range(k_idx)
 
     def transposed(self) -> Band:
-        """The same band with queries and keys exchanged."""
         shift = None if self.shift is None else -self.shift
         return Band(self.seqlen_k, self.seqlen_q, self.window_right, self.window_left, shift)

@@ -2,8 +2,7 @@
 
 A bit tile has a few words of 32 bits per query row. The architecture chooses the key column of each
 bit (`Columns`), so that a thread finds the columns of its own scores in one word. Mask warps make
-the bit tiles; the warps that hold scores only apply the bits. So the cost for the latter does not
-depend on the mask.
+the bit tiles; the warps that hold scores only apply the bits.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ ALL = -1
 
 
 class Columns(Protocol):
-    """The positions of the columns of a score tile in"""
+    """The columns of a score tile that the bits of a row's words stand for."""
 
     num_words: int
 
@@ -69,8 +68,7 @@ def transpose(words: Sequence[Int32], lane: Int32) -> list[Int32]:
     """Transpose 32 x 32 bits held by a warp: bit i of lane j becomes bit j of lane i.
 
     Each of `words` is a separate square. Method: five butterfly steps that exchange off-diagonal
-    blocks of decreasing size (Warren, Hacker's Delight, section 7-3). A byte permutation exchanges
-    bytes; a rotation and a blend exchange bits.
+    blocks of decreasing size (Warren, Hacker's Delight, section 7-3).
     """
     squares = [Uint32(word) for word in words]
     for step, of_lower, of_upper in ((16, 0x5410, 0x3276), (8, 0x6240, 0x3715)):
@@ -131,7 +129,6 @@ def push(word: Int32, bits: Int32, count: int, num_bits: int = WORD) -> Int32:
 
 
 def join_halves(words: Sequence[Int32]) -> tuple[Int32, ...]:
-    """Join words of 16 bits, two to a word."""
     return tuple(
         (low & LOW_HALF) | (high << HALF_WORD)
         for low, high in zip(words[::2], words[1::2], strict=True)

@@ -113,9 +113,8 @@ class BlockInfo:
 
         The range is tight: each block in it has a visible element, each block outside has none. An
         `m_block` past the last query gets an empty range. With `is_split_kv` the range is that of
-        split `split_idx` out of `num_splits` >= 1. Splits cut the whole range into consecutive
-        splits of ceil(count / num_splits) blocks; the last splits may be shorter or empty. Without
-        `is_split_kv` the split arguments have no effect.
+        split `split_idx` out of `num_splits` >= 1, which have ceil(count / num_splits) blocks each;
+        the last splits may be shorter or empty.
         """
         first, end = self.query_range(seqlen_info, m_block)
         lo, hi = _union(self.band(seqlen_info).k_range, first, end)
@@ -131,9 +130,8 @@ class BlockInfo:
     ) -> tuple[IntLike, IntLike]:
         """Query blocks [m_block_min, m_block_max) in which a row sees a key of `n_block`.
 
-        The range is tight. It is the transpose of `get_n_block_min_max` without splits. Under
-        packed GQA these are blocks of packed rows. An `n_block` past the last key gets an empty
-        range.
+        The transpose of `get_n_block_min_max` without splits. Under packed GQA these are blocks of
+        packed rows. An `n_block` past the last key gets an empty range.
         """
         first = n_block * self.tile_n
         end = imin(first + self.tile_n, seqlen_info.seqlen_k)
@@ -187,9 +185,8 @@ class BlockInfo:
         """First key block, at least `n_block_min`, that needs no left-edge masking.
 
         Blocks in [n_block_min, result) hold a key left of the left edge of some valid row; `result`
-        and the blocks after it hold none. The result is at most the n_block_max of a whole,
-        non-empty range; clamp it to the n_block_max of a split. It may exceed
-        `get_n_block_min_causal_local_mask`: both edges cross the blocks between the two.
+        and the blocks after it hold none. Clamp it as that of `get_n_block_min_causal_local_mask`,
+        which it may exceed: both edges cross the blocks between the two.
         """
         _, end = self.query_range(seqlen_info, m_block)
         lo, _ = self.band(seqlen_info).k_range(end - 1)

@@ -43,9 +43,8 @@ class ForwardMask(MaskRules):
     cuts_overhang: if a tile reaches past the last query, or before position 0, all its blocks count
     as cut.
 
-    own_rows: so many rows of a tile each have block lists of their own, whose blocks consist of
-    such rows. A walk visits the blocks of all, and says whose each one is. None: the lists' blocks
-    have whole tiles.
+    own_rows: so many rows of a tile each have block lists of their own. A walk visits the blocks of
+    all, and says whose each one is. None: the lists' blocks have whole tiles.
 
     shares_mask: mask_mod is the same for all heads of a query, and is evaluated for one of them.
     """
@@ -83,7 +82,6 @@ class ForwardMask(MaskRules):
     # -- tiles ----------------------------------------------------------------------------------
 
     def key_blocks(self, work: Work) -> tuple[Int32, Int32]:
-        """The key blocks [min, max) that a work tile may visit."""
         if self.skip:
             return self.block_info.get_n_block_min_max(self.seqlen_of(work), work.block)
         return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
@@ -112,7 +110,6 @@ class ForwardMask(MaskRules):
         return self.within_fixed_split(work, split_idx, split_blocks)
 
     def has_blocks(self, work: Work) -> Boolean:
-        """Whether a fixed split, or another split, of a work tile has key blocks."""
         assert work.first_block is not None and work.end_block is not None
         return work.first_block < work.end_block
 
@@ -138,10 +135,7 @@ class ForwardMask(MaskRules):
     @cute.jit
     def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
-        number.
-
-        A walk that sees nothing visits one hidden block, so no role needs a special case.
-        """
+        number. A walk that sees nothing visits one hidden block."""
         n_block_min, n_block_max = work.first_block, work.end_block
         if const_expr(work.first_block is None):
             n_block_min, n_block_max = self.key_blocks(work)
@@ -192,7 +186,8 @@ class ForwardMask(MaskRules):
         visible_word = cute.arch.vote_ballot_sync(is_visible)
         owned: tuple = ()
         if const_expr(self.own_rows is not None):
-            owned, position = self._take_owned(work, base, position)
+            taken = [self._take_listed(work, base, x, owner) for owner, x in enumerate(position)]
+            owned, position = tuple(x[0] for x in taken), tuple(x[2] for x in taken)
             listed = Int32(0)
             for i in cutlass.range_constexpr(self._num_owners):
                 listed = listed | owned[i]
@@ -286,14 +281,6 @@ class ForwardMask(MaskRules):
             full, full_left = _take_from_row(row, position.full_left, base, ratio)
         return listed | full, full, ListPosition(mask_left, full_left)
 
-    def _take_owned(self, work: Work, base: Int32, positions: tuple) -> tuple:
-        """The word of a chunk's blocks in the lists of each owner, and the positions after it."""
-        taken = [
-            self._take_listed(work, base, position, owner)
-            for owner, position in enumerate(positions)
-        ]
-        return tuple(x[0] for x in taken), tuple(x[2] for x in taken)
-
     # -- scores ---------------------------------------------------------------------------------
 
     @cute.jit
@@ -302,8 +289,7 @@ class ForwardMask(MaskRules):
         `MaskWarpRows.store`.
 
         A lane holds a row of each group of 32. If a rule is about columns, it holds one of 32
-        columns until its bits are transposed. All words are made together: a mask warp has no other
-        work to hide their latency.
+        columns until its bits are transposed.
         """
         words = warp_rows.fill(ALL)
         if block.is_hidden:
@@ -377,8 +363,7 @@ class ForwardMask(MaskRules):
         if const_expr(self.args.mask_bits is not None):
             words = warp_rows.load(self.args.mask_bits.tile(work.batch_idx, work.block, n_block))
         if const_expr(self.mask_mod is not None):
-            # A lane evaluates one column at a time, row after row: what the callable loads for a
-            # key is the same for all rows, so the compiler loads it once.
+            # row after row: what the callable loads for a lane's key, the compiler loads once
             words = warp_rows.fill(0)
             if const_expr(self.shares_mask):
                 for query in cutlass.range(WORD // self._rows_of_query, unroll=1):

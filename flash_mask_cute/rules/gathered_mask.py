@@ -1,9 +1,8 @@
 """Walks over small blocks of keys that the queries of a tile chose, whose keys lie side by side.
 
 A tile of the walk holds the blocks that any query of the work tile chose, one after another, in
-ascending order. The number of a tile counts these tiles, so a walk is as long as what was chosen,
-however small the blocks are. Positions of keys follow from the list of the blocks: masks ask it
-here, and the load warps do when they look up the places of keys.
+ascending order. The number of a tile counts these tiles, so a walk is as long as what was chosen.
+Positions of keys follow from the list of the blocks, for masks and for load warps.
 """
 
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ class GatheredMask(ForwardMask):
         return self.args.bits
 
     def _place(self, work: Work) -> tuple[Int32, ...]:
-        """Of a work tile in `UnionLists.counts`."""
         tile, of_rows = self.selection_tile(work, work.block), self._bits.visible
         return self.selection_place(of_rows, work, work.head_idx, tile, Int32(0))[:3]
 
@@ -57,7 +55,6 @@ class GatheredMask(ForwardMask):
         return number >= 0, number ^ (number >> (WORD - 1))
 
     def key(self, line: Int32, row: Int32) -> Int32:
-        """The key at a row of the walk with this list."""
         return self._block_at(line, row)[1] * self.block_k + (row & (self.block_k - 1))
 
     def num_tiles(self, work: Work) -> Int32:

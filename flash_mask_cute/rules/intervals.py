@@ -24,10 +24,9 @@ def rows_of_call(
     values: Sequence[IntLike], q_start: IntLike | None, seqlen_q: IntLike
 ) -> tuple[IntLike, ...]:
     """Convert row numbers of a mask, or bounds of them, to rows of a call whose first row is at
-    `q_start`.
+    `q_start`; None: at row 0.
 
-    A row outside the call becomes its beginning or its end, which hides the same of its rows. None:
-    rows of the mask are rows of the call.
+    A row outside the call becomes its beginning or its end, which hides the same of its rows.
     """
     if q_start is None:
         return tuple(values)
@@ -37,7 +36,7 @@ def rows_of_call(
 
 @dataclass(frozen=True)
 class Intervals:
-    """The meaning of the n row numbers of a key; both fields
+    """The meaning of the n row numbers of a key.
 
     =====  ==========  =============================================
     n      causal      a key hides the rows
@@ -48,9 +47,8 @@ class Intervals:
     4      either      [c0, c1) and [c2, c3)
     =====  ==========  =============================================
 
-    An interval with start >= end hides nothing. Rows are query positions inside the sequence. The
-    keys that causal masking hides in addition are described by the `Band`. Make this object inside
-    the kernel: as a kernel argument its fields would become run-time values.
+    An interval with start >= end hides nothing. Rows are query positions inside the sequence. Make
+    this object inside the kernel: as a kernel argument its fields would become run-time values.
 
     Raises ValueError for any other combination of num_vectors and causal.
     """
@@ -80,9 +78,8 @@ class Intervals:
         """The rows of [lo, hi) that see a key with the values `c`; None is an open side.
 
         They are the rows of a range (start, end), the first result, except the holes in it, the
-        other results. There are as few holes as possible. If rows from seqlen_q on are in the
-        range, they may get either answer. Rows may be counted from any origin, in `c` and the other
-        arguments.
+        other results. If rows from seqlen_q on are in the range, they may get either answer. Rows
+        may be counted from any origin.
         """
         holes = []
         for start, end in self._edges():
@@ -124,10 +121,8 @@ class Intervals:
 
         `bounds` has 2n values: entry 2v is the smallest and 2v + 1 the largest value of vector v
         over the keys of the block. all_hidden is true only if every key hides every row; cuts is
-        false only if no key hides any row. Both err on the side of more work. A block that two
-        intervals hide together, or that none of the keys at the extremes cuts, is still visited and
-        masked. The range holds at least one row, and ends at seqlen_q at the latest. A range that
-        runs past seqlen_q only loses all_hidden; the result stays correct.
+        false only if no key hides any row. Both err on the side of more work. The range holds at
+        least one row. If it runs past seqlen_q, it only loses all_hidden.
         """
         all_hidden, cuts = [], []
         for start, end in self._edges():

@@ -1,11 +1,10 @@
 """All masks of a call as one rule, for single scores and for tiles.
 
 A score counts if every given mask allows it: the lengths, causal and window (`Band`), column
-intervals, block lists, mask_mod. `MaskRules` states this for single scores and for tiles. Kernels
-apply the rule in two directions: in the forward a block of queries walks over keys
-(`forward_mask`), in the backward a block of keys walks over queries (`backward_mask`). Each
-direction sends walks and makes the bits of partial blocks. On every architecture this runs in warps
-that compute no scores.
+intervals, block lists, mask_mod. Kernels apply the rule in two directions: in the forward a block
+of queries walks over keys (`forward_mask`), in the backward a block of keys walks over queries
+(`backward_mask`). Each direction sends walks and makes the bits of partial blocks, in warps that
+compute no scores.
 """
 
 from collections.abc import Callable
@@ -113,15 +112,13 @@ class MaskBitsArgs(NamedTuple):
         return MaskBitsArgs(tiles, states, query_chunk=(first, count))
 
     def rows_of_query_chunk(self, sequence: Int32) -> tuple[Int32, Int32]:
-        """The blocks of queries of a sequence in a launch: the first block and one past the last,
-        which may lie after the sequence."""
+        """The blocks [first, end) of queries of a sequence in a launch, perhaps after its end."""
         first, count = self.query_chunk
         begin, in_row = self.places[sequence, 0], cutlass.max(self.places[sequence, 1], 1)
         ends = (cutlass.max(x - begin, 0) for x in (first, first + count))
         return tuple(cute.ceil_div(x, in_row) for x in ends)
 
     def tile(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> cute.Tensor:
-        """A bit tile (words, lines)."""
         lines = self.tiles[(*self.index(batch_idx, m_block, n_block), None, None)]
         return cute.make_tensor(lines.iterator, cute.select(lines.layout, [1, 0]))
 
@@ -129,7 +126,6 @@ class MaskBitsArgs(NamedTuple):
         return self.states[self.index(batch_idx, m_block, n_block)]
 
     def index(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> tuple:
-        """The index of a sequence's tile."""
         if self.places is None:
             return cutlass.min(batch_idx, cute.size(self.states, mode=[0]) - 1), m_block, n_block
         first, in_row = self.places[batch_idx, 0], self.places[batch_idx, 1]
@@ -192,10 +188,9 @@ class MaskArgs(NamedTuple):
         aux_tensors: Any,
         mask_bits: MaskBitsArgs | None = None,
     ) -> "MaskArgs":
-        """Made from the arguments of a launch; num_heads: heads of its walks, block_lists: the
-        tensors of the lists, and the size of their blocks (None: that of the kernel's tiles).
-        Raises ValueError: the given tensors do not match those that the kernel was made for, or
-        mask bits are given to a kernel with a mask_mod, or beside block lists."""
+        """num_heads: heads of walks. block_lists: the tensors of the lists, and the size of their
+        blocks (None: that of the kernel's tiles). Raises ValueError: the given tensors do not match
+        the kernel, or mask bits are given to one with a mask_mod, or beside block lists."""
         check_given("aux_tensors", aux_tensors, kernel.has_aux_tensors)
         check_given("column_tensors", column_tensors, kernel.intervals is not None)
         if any(x is not None for x in (kernel.mask_mod, block_lists, block_bits)):
@@ -237,8 +232,7 @@ class TileVerdict(NamedTuple):
 class MaskRules:
     """The masks of a launch, for one tile shape.
 
-    columns: maps each bit of a bit tile to a column of the tile. queries_are_packed,
-    keys_are_packed: those of all sequences lie in one tensor. skip: empty blocks are skipped and
+    columns: maps each bit of a bit tile to a column of the tile. skip: empty blocks are skipped and
     full blocks need no bits; without it every block of a sequence is visited as a partial one, with
     the same result. counts_offsets: mask_mod and block lists count positions in a batch entry,
     where the sequence begins at offset_q and offset_k. group_size: number of heads among the packed
@@ -265,7 +259,6 @@ class MaskRules:
         lengths: Lengths,
         **more: Any,
     ):
-        """The rules of a kernel whose bit tiles have `columns`; more: fields of the subclass."""
         block_info = BlockInfo(
             kernel.traits.tile_m,
             kernel.traits.tile_n,
@@ -289,13 +282,9 @@ class MaskRules:
             **more,
         )
 
-    def with_tile_m(self, tile_m: int):
-        """The same rules for tiles of tile_m query rows."""
-        return replace(self, block_info=replace(self.block_info, tile_m=tile_m))
-
-    def with_tile_n(self, tile_n: int):
-        """The same rules for tiles of tile_n keys."""
-        return replace(self, block_info=replace(self.block_info, tile_n=tile_n))
+    def for_tiles(self, **sizes: int):
+        """The same rules for tiles with another tile_m or tile_n."""
+        return replace(self, block_info=replace(self.block_info, **sizes))
 
     @property
     def has_selection(self) -> bool:
@@ -403,7 +392,6 @@ class MaskRules:
 
     @property
     def used_bits(self) -> int:
-        """The bits of a word that stand for columns of a tile."""
         return ALL if self._bits_per_word == WORD else (1 << self._bits_per_word) - 1
 
     @property

@@ -27,9 +27,9 @@ def send_walks(
 ) -> None:
     """Choose work tiles and the blocks that they visit, and announce both. Run by one warp.
 
-    num_splits: splits of each work tile; the scheduler counts them as heads, split by split. None:
-    work tiles are computed as a whole. claims_late: a work tile is claimed when the last chunk of
-    the previous one's walk is read, not as soon as the ring has room; None: it never is.
+    num_splits: splits of each work tile, which count as heads; None: they are computed as a whole.
+    claims_late: a work tile is claimed when the last chunk of the previous one's walk is read, not
+    as soon as the ring has room; None: it never is.
     """
     is_by_keys = isinstance(rules, BackwardMask)
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block

@@ -1,8 +1,7 @@
 """The scheduler warp of a forward whose key blocks are distributed evenly (`core/stream_k.py`).
 
 The scheduler warp of each CTA computes the line of key blocks from the lengths on the device, and
-walks along its chunk. So CTAs need no communication, the host needs no lengths, and a captured
-launch is right for all later lengths.
+walks along its chunk. So a captured launch is right for all later lengths.
 """
 
 import operator
@@ -42,9 +41,8 @@ from flash_mask_cute.rules import selection_walk
 from flash_mask_cute.rules.forward_mask import ForwardMask
 from flash_mask_cute.rules.mask_warps import send_walks, wait_to_claim
 
-# Work tiles are few up to so many for each CTA. Few unequal ones are claimed late, so that each
-# goes to a CTA that will soon be free, if heads have at least LATE_BLOCKS query blocks: short walks
-# leave no time to wait.
+# Work tiles are few up to so many for each CTA. Few unequal ones are claimed late, if heads have at
+# least LATE_BLOCKS query blocks: short walks leave no time to wait.
 FEW_TILES, LATE_BLOCKS = 16, 16
 
 
@@ -56,8 +54,6 @@ class Window(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A work tile and its place on the line."""
-
     work: Work
     start: Int32
     num_blocks: Int32
@@ -85,7 +81,6 @@ class KeyBlockLine:
     num_batch: Int32
 
     def part(self, first_head: Int32, num_heads: Int32) -> "KeyBlockLine":
-        """The line of some of these heads."""
         return replace(self, first_head=self.first_head + first_head, num_heads=num_heads)
 
     @cute.jit
@@ -158,11 +153,10 @@ def schedule_stream_k(
     pending: cute.Tensor,
     ctas_per_tile: cutlass.Constexpr[int] = 1,
 ) -> None:
-    """Walk along this CTA's chunk, and announce its splits of work tiles and their walks. Run by
-    one warp.
+    """Walk along this CTA's chunk, and announce its splits of work tiles and their walks.
 
-    line: of all heads. tile_m: rows of a work tile. pending: (CTAs, PENDING_WORDS) int32.
-    ctas_per_tile: neighbouring CTAs that have the same share; they count as one.
+    line: of all heads. pending: (CTAs, PENDING_WORDS) int32. ctas_per_tile: neighbouring CTAs that
+    have the same share; they count as one.
     """
     rules, lengths = line.rules, line.lengths
     cta, _, _ = cute.arch.block_idx()
@@ -221,8 +215,7 @@ def send_fixed_splits(
     split_blocks: Int32,
     claims_late: Boolean | None = None,
 ) -> None:
-    """As `send_walks`: choose work tiles, and announce the fixed splits of each, one after the
-    other. split_blocks: key blocks of a fixed split."""
+    """As `send_walks`, for the fixed splits of each work tile. split_blocks: key blocks of one."""
     blocks_of = partial(rules.num_blocks, lengths), rules.first_block
     claims, entries, chunks = Int32(0), Int32(0), Int32(0)
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)

@@ -1,10 +1,9 @@
 """The masks of a backward that visits the queries of query lists (`core/query_lists.py`).
 
 A work tile is an item: keys, and a segment of the queries that chose them. Blocks of its walk are
-neighbouring entries of the segment, whose heads share the block's rows. Who is in a list sees the
-keys, as far as the selection goes. So without intervals and a mask_mod, bits are needed only for an
-edge of the band, for the end of the keys, and in the last block. All heads of a group see the same,
-unless the kernel says that they do not (`by_head`).
+neighbouring entries of the segment, whose heads share the block's rows. So without intervals and a
+mask_mod, bits are needed only for an edge of the band, for the end of the keys, and in the last
+block.
 """
 
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from flash_mask_cute.core.tile_scheduler import TileScheduler, WorkTile
 from flash_mask_cute.core.walk_ring import CHUNK, Block, Chunk, WalkRing
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.backward_mask import BackwardMask
-from flash_mask_cute.rules.bit_tile import Columns
-from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows
+from flash_mask_cute.rules.mask_rules import MaskWarpRows
 
 
 @dataclass(frozen=True)
@@ -32,26 +30,6 @@ class TokenMask(BackwardMask):
 
     lists: QueryLists | None = None
     by_head: cutlass.Constexpr[bool] = False
-
-    @classmethod
-    def create_by_query_lists(
-        cls,
-        kernel: Any,
-        columns: Columns,
-        masks: MaskArgs,
-        lengths: Lengths,
-        lists: QueryLists,
-    ) -> "TokenMask":
-        return cls.from_kernel(
-            kernel,
-            columns,
-            masks,
-            lengths,
-            group=Int32(1),
-            is_ordered=False,
-            lists=lists,
-            by_head=kernel.masks_by_head,
-        )
 
     @property
     def tokens_per_block(self) -> int:
@@ -99,7 +77,6 @@ class TokenMask(BackwardMask):
     # -- scores ---------------------------------------------------------------------------------
 
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """As `BackwardMask.make_bits`."""
         words: list[Any] = []
         for group in range(warp_rows.num_groups):
             k_idx = warp_rows.line(work, group)

@@ -1,9 +1,4 @@
-"""Exponentials of Blackwell's softmax: packed fp32, with a share computed on the multiply-add
-pipes.
-
-An SM computes 16 exponentials a clock, too few for the products of a score tile. So a share of them
-is evaluated by a polynomial instead (`core/exp2.py`).
-"""
+"""Exponentials of Blackwell's softmax: packed fp32, some of them by polynomials (`core.exp2`)."""
 
 from collections.abc import Sequence
 

@@ -36,13 +36,11 @@ TMEM, where they are operands of dV and dK. dS also goes to shared memory for dQ
 in the order of their issue: of block j, S(j) dK(j-1) dQ(j-1) dV(j) dP(j). So when dP(j) is
 complete, dS(j-1) is no longer read in either place. docs/backward_sm100.md gives the reasons.
 
-If dV, dK and dQ do not fit into TMEM together, there are two launches: one makes dV, and has no dP,
-dq, out, reduce and send; the other one makes dK and dQ, and does not keep P (`BwdTraits.launches`).
+If dV, dK and dQ do not fit into TMEM together, there are two launches (`BwdTraits.launches`). That
+of dV has no dP, dq, out, reduce and send. The other one does not keep P.
 
-With cta_pair two CTAs of a cluster, with neighbouring keys, walk over the queries together, and the
-mma warp of the first one issues the products of both (`flash_bwd_pairs`). dS in shared memory then
-has a channel of its own, from the compute warps of both CTAs. Pairs of wide heads have another
-order of products, and channels for what lies over each other in TMEM (`flash_bwd_storage`).
+With cta_pair two CTAs of a cluster walk over the queries together (`flash_bwd_pairs`). Pairs of
+wide heads have another order of products, and more channels (`flash_bwd_storage`).
 """
 
 import copy
@@ -62,6 +60,7 @@ from flash_mask_cute.core.dq_sums import DqSums, Scratch
 from flash_mask_cute.core.key_schedule import KeySchedule
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_loads import BwdOperands, QueryLoads
+from flash_mask_cute.core.score_gradients import BwdScoreArgs
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import CHUNK
@@ -114,45 +113,18 @@ class KeyGradients(NamedTuple):
     dv: cute.Tensor
 
 
-class BwdScoreArgs(NamedTuple):
-    """Processing of the scores, and the tensors that the modifier reads and has gradients for."""
-
-    scales: ScoreScales
-    aux_tensors: Any
-    aux_grads: tuple[cute.Tensor, ...] | None
-
-
 @dataclass(eq=False, repr=False)
 class FlashAttentionBackwardSm100:
     """Backward kernel for Blackwell, to be passed to `cute.compile`.
 
-    :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and dO, dK, dV
-    :param head_dim, head_dim_v: multiples of 8 up to 256
-    :param is_causal: bottom-right aligned causal masking
-    :param is_local: the call's window sides apply
+    The parameters are those of `FlashAttentionBackwardSm90`, except for these.
+
     :param tile_m: query rows of a block, 128, or 64 if head_dim or head_dim_v is above 128 and CTAs
         are alone
-    :param stages_q, stages_do: see `BwdTraits`
     :param stages_kv, value_cols: 1 and 0
     :param cta_pair: two CTAs compute products together (`flash_bwd_pairs`); for tiles of 128, of
         256, or of 192 and 128 columns; requires no score_mod, no soft cap, and at least two SMs
-    :param mask_mod, score_mod: user callables (`mods/calling.py`)
-    :param score_mod_bwd: the user's derivative; without it, score_mod is differentiated
-        (`mods/derivative.py`)
-    :param wants_aux: numbers of the aux tensors whose gradients score_mod's derivative makes
-    :param has_aux_tensors: the call passes aux_tensors to them
-    :param intervals: the form of the column intervals that the call passes, or None
-    :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
-    :param deterministic: dQ is summed in an order that does not depend on the run
-    :param clears_dq: the sums of dQ are cleared first, and all CTAs add to them; otherwise the
-        first CTA at a row block stores
-    :param may_empty_rows: masks may leave queries that see nothing; rows of these are marked if
-        their Q or dO is not finite
-    :param shared_kv: all sequences of packed queries have the keys and values of the only batch
-        entry in common, whose gradients are sums over all of them
-    :param num_sms: the most CTAs to launch
     :raises ValueError: for a shape or configuration that cannot run
-    :raises NotImplementedError: for an option that this kernel does not have
     """
 
     dtype: type[cutlass.Numeric]
@@ -383,7 +355,7 @@ class FlashAttentionBackwardSm100:
                 )
                 rules = BackwardMask.create(
                     self, traits.columns, masks, lengths, group, traits.cta_pair
-                ).with_tile_n(traits.cluster_tile_n)
+                ).for_tiles(tile_n=traits.cluster_tile_n)
                 send = send_walks if channels.claims is None else send_claimed_walks
                 send(scheduler, rules, lengths, channels.ring, channels.walk)
             elif const_expr(traits.makes_dk):

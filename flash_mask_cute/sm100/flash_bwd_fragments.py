@@ -23,8 +23,7 @@ class PartOfDq(NamedTuple):
 class Products(NamedTuple):
     """Fragments of the products that a launch computes; names are result, then operand.
 
-    p, ds: in TMEM, one for each half of the queries. s_k, dp_v: with one stage, in TMEM if
-    `BwdTraits.holds_keys`. dq: by `BwdTraits.widths_dq`.
+    p, ds: one for each half of the queries. dq: by `BwdTraits.widths_dq`.
     """
 
     s: cute.Tensor  # (128 keys, tile_m queries)
@@ -44,7 +43,6 @@ class Products(NamedTuple):
 
 
 def products(traits: BwdTraits, tiles: BwdSmem) -> Products:
-    """Of a single CTA."""
     scores = traits.mma_scores()
     by_d, by_dv = traits.mma_sums(traits.tile_d), traits.mma_sums(traits.tile_dv)
     shape_s, shape_d, shape_dv = (
@@ -85,7 +83,6 @@ def _parts_of_dq(traits: BwdTraits, tiles: BwdSmem) -> tuple[PartOfDq, ...]:
 def _keys(
     traits: BwdTraits, mma: cute.TiledMma, smem: cute.Tensor, first: int, cols: int
 ) -> cute.Tensor:
-    """K or V as operand A of the scores."""
     if traits.holds_keys:
         layout = blackwell.make_smem_layout_a(mma, (ROWS, traits.tile_m, cols), traits.dtype, 1)
         return umma.operand_a(mma, layout, traits.dtype, first)

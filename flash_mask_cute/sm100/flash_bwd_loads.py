@@ -1,6 +1,5 @@
 """Two warps of the Blackwell backward: the load warp, and the send warp for the sums of dQ."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,8 +21,6 @@ from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
 @dataclass(frozen=True)
 class KeyLoads:
-    """State of the load warp."""
-
     traits: cutlass.Constexpr[BwdTraits]
     operands: BwdOperands
     tiles: BwdSmem
@@ -33,15 +30,11 @@ class KeyLoads:
 
     @cute.jit
     def run(self):
-        """Load keys and values of every work tile, and the query blocks of its walk."""
-        visit_walks(self.channels, self._step)
-
-    def _step(self, tile: Int32, first: Int32) -> Callable[..., Int32]:
-        return partial(self._load_block, self.channels.ring.read(tile), first)
+        visit_walks(self.channels, self._load_block)
 
     @cute.jit
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):
-        """first: the number of the work tile's first block, which its keys and values come with."""
+        """Keys and values of a work tile come with its first block."""
         of_block = self.lengths.of_block(work, block)
         row_block = self.queries.row_block(of_block, block)
         at = Visited(of_block, block, number, number == first, row_block)
@@ -108,15 +101,12 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class SumsOut:
-    """State of the send warp."""
-
     traits: cutlass.Constexpr[BwdTraits]
     channels: Channels
     sums: DqSums
 
     @cute.jit
     def run(self):
-        """Send the sums of dQ of every walk, each added to those of its row block."""
         channels = self.channels
         tile, chunk = Int32(0), Int32(0)
         state = Sent(Int32(0), Summed.nothing())

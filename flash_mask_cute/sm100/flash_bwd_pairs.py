@@ -4,10 +4,6 @@ Two CTAs of a cluster have neighbouring keys, and walk over the same query block
 the 256 keys of both as rows. Operands B are shared: each CTA loads half of the queries of a block,
 for S and dP, and half of the columns of its Q and dO, for dK and dV. dQ sums over the keys of both:
 each CTA has half of the queries, the dS of these for all keys, and half of the columns of all keys.
-
-TMA completes on mbarriers of its own CTA. The CTA that does not issue products passes on each
-arrival to the one that does (`Arrivals`). A CTA sends dS of the other one's queries to it
-(`PeerGrads`).
 """
 
 from collections.abc import Callable
@@ -54,8 +50,8 @@ class _Columns(NamedTuple):
 
 
 class PairOperands(NamedTuple):
-    """rows: boxes of half of the queries of a block, and of the keys of a CTA. columns: boxes of
-    half of the columns of a block, and of the keys of a CTA."""
+    """rows: boxes of half of the queries of a block, and of a CTA's keys. columns: of half of the
+    columns of both."""
 
     rows: BwdOperands
     columns: BwdOperands
@@ -72,8 +68,6 @@ class PairOperands(NamedTuple):
 
 
 class _Operand(NamedTuple):
-    """What of a tensor is loaded, and to where."""
-
     atom: cute.CopyAtom
     source: cute.Tensor
     smem: cute.Tensor
@@ -85,7 +79,7 @@ class _BoxCoord(NamedTuple):
     head_idx: Int32
     row: Int32
     column: int | Int32 = 0
-    stage: int = 0
+    stage: int | Int32 = 0
 
 
 @dataclass(frozen=True)
@@ -101,16 +95,12 @@ class PairLoads:
 
     @cute.jit
     def run(self):
-        """Load keys and values of every work tile, and the query blocks of its walk."""
         channels = self.channels
-        number = visit_walks(channels, self._step)
+        number = visit_walks(channels, self._load_block)
         # the products of the other CTA may still signal that they have read the last blocks
         for channel in (channels.q, channels.do, channels.q_columns, channels.do_columns):
             if const_expr(channel is not None):
                 channel.drain(number)
-
-    def _step(self, tile: Int32, first: Int32) -> Callable[..., Int32]:
-        return partial(self._load_block, self.channels.ring.read(tile), first)
 
     @cute.jit
     def _load_block(self, work: Work, first: Int32, number: Int32, block: Block):
@@ -125,6 +115,11 @@ class PairLoads:
         rows, columns = operands.rows, operands.columns
         key = work.block * traits.tile_n
         pair_key = (work.block - rank) * traits.tile_n
+        queries = of_block.batch_idx, of_block.offset_q, of_block.seqlen_q
+        load_queries = partial(self._load_box, tma.RowSide.of_queries(self.lengths), queries)
+        keys = work.batch_idx, work.offset_k, work.seqlen_k
+        load_keys = partial(self._load_box, tma.RowSide.of_keys(self.lengths), keys)
+        query_box = traits.box_rows, traits.box_columns
         # -- half of the queries, and the keys
         if const_expr(traits.is_folded):
             # the block before by columns, in the same place
@@ -132,10 +127,11 @@ class PairLoads:
         q_bytes = traits.bytes_q + cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q, number, q_bytes)
         q_rows = _Operand(rows.q_atom, rows.q, tiles.q)
-        self._load_query_rows(of_block, q_rows, _BoxCoord(head, own_row), barrier)
+        self._load_boxes(load_queries, query_box, q_rows, _BoxCoord(head, own_row), barrier)
         if is_first:
             k_rows = _Operand(rows.k_atom, rows.k, tiles.k)
-            self._load_key_rows(work, k_rows, _BoxCoord(kv_head, key), barrier)
+            key_box = traits.tile_n, traits.key_box_columns(traits.tile_d)
+            self._load_boxes(load_keys, key_box, k_rows, _BoxCoord(kv_head, key), barrier)
         # -- statistics of all queries
         stage = channels.stats.index(number)
         barrier = self._expect(channels.stats, number, Int32(traits.bytes_stats))
@@ -150,121 +146,87 @@ class PairLoads:
         do_bytes += cutlass.select_(is_first, Int32(traits.bytes_with_do), Int32(0))
         barrier = self._expect(channels.do, number, do_bytes)
         do_rows = _Operand(rows.do_atom, rows.do, tiles.do)
-        self._load_query_rows(of_block, do_rows, _BoxCoord(head, own_row), barrier)
+        self._load_boxes(load_queries, query_box, do_rows, _BoxCoord(head, own_row), barrier)
         do_columns = _Operand(columns.do_atom, columns.do, tiles.do_columns)
         do_column = rank * traits.value_columns_of_cta
         if const_expr(not traits.is_folded):
-            self._load_queries(of_block, do_columns, _BoxCoord(head, row, do_column), barrier)
+            load_queries(do_columns, _BoxCoord(head, row, do_column), barrier)
         if is_first:
             v_rows = _Operand(rows.v_atom, rows.v, tiles.v)
-            self._load_key_rows(work, v_rows, _BoxCoord(kv_head, key), barrier)
+            key_box = traits.tile_n, traits.key_box_columns(traits.tile_dv)
+            self._load_boxes(load_keys, key_box, v_rows, _BoxCoord(kv_head, key), barrier)
         # -- half of the columns of Q, and of the keys of both CTAs
         if const_expr(traits.is_folded):
             channels.q.wait_until_released(number)
         bytes_k = cutlass.select_(is_first, Int32(traits.bytes_with_q), Int32(0))
         barrier = self._expect(channels.q_columns, number, traits.bytes_q + bytes_k)
         q_columns = _Operand(columns.q_atom, columns.q, tiles.q_columns)
-        self._load_queries(of_block, q_columns, _BoxCoord(head, row, column), barrier)
+        load_queries(q_columns, _BoxCoord(head, row, column), barrier)
         if is_first:
             k_columns = _Operand(columns.k_atom, columns.k, tiles.k_columns)
-            place = _BoxCoord(kv_head, pair_key, column)
-            num_boxes = cute.size(tiles.k_columns, mode=[2])
+            num_boxes, size = cute.size(tiles.k_columns, mode=[2]), traits.group.size
             # rolled, since addresses and coordinates of all boxes do not fit into registers
             for i in cutlass.range(num_boxes, unroll=1):
-                self._load_key_columns(work, k_columns, place, i, barrier)
+                at = pair_key + i % size * traits.tile_n, column + i // size * traits.key_columns
+                load_keys(k_columns, _BoxCoord(kv_head, *at, i), barrier)
         if const_expr(traits.is_folded):
             channels.do.wait_until_released(number)
             barrier = self._expect(channels.do_columns, number, Int32(traits.bytes_do))
-            self._load_queries(of_block, do_columns, _BoxCoord(head, row, do_column), barrier)
+            load_queries(do_columns, _BoxCoord(head, row, do_column), barrier)
         return number + 1
-
-    def _load_key_columns(
-        self, work: Work, operand: _Operand, place: _BoxCoord, i: int | Int32, barrier: cute.Pointer
-    ) -> None:
-        """Start the copy of box i of K by columns. place: of the first box."""
-        traits, size = self.traits, self.traits.group.size
-        row = place.row + i % size * traits.tile_n
-        column = place.column + i // size * traits.key_columns
-        self._load_keys(work, operand, place._replace(row=row, column=column, stage=i), barrier)
 
     def _expect(self, channel: Channel, number: Int32, num_bytes: Int32) -> cute.Pointer:
         channel.acquire(number)
         channel.expect(number, num_bytes)
         return channel.barrier(number)
 
-    def _load_query_rows(
-        self, work: Work, operand: _Operand, place: _BoxCoord, barrier: cute.Pointer
-    ) -> None:
-        """Start the copy of this CTA's half of the queries, all columns. place: of the first."""
-        box = self.traits.box_rows, self.traits.box_columns
-        self._load_boxes(work, operand, place, barrier, box, self._load_queries)
-
-    def _load_key_rows(
-        self, work: Work, operand: _Operand, place: _BoxCoord, barrier: cute.Pointer
-    ) -> None:
-        """Start the copy of this CTA's keys, all columns. place: of the first."""
-        columns = cute.size(operand.smem, mode=[1])
-        box = self.traits.tile_n, self.traits.key_box_columns(columns)
-        self._load_boxes(work, operand, place, barrier, box, self._load_keys)
-
     @cute.jit
     def _load_boxes(
         self,
-        work: Work,
+        load: cutlass.Constexpr[Callable[..., None]],
+        box: cutlass.Constexpr[tuple[int, int | None]],
         operand: _Operand,
         place: _BoxCoord,
         barrier: cute.Pointer,
-        box: cutlass.Constexpr[tuple[int, int | None]],
-        load: cutlass.Constexpr[Callable[..., None]],
     ):
         """Start the copies of all boxes of an operand; rolled, since the coordinates of all of them
-        do not fit into uniform registers. box: rows, and columns if not all of them."""
+        do not fit into uniform registers. box: rows, and columns if not all of them. place: of the
+        first box."""
         smem, rows = operand.smem, box[0]
         columns = cute.size(smem, mode=[1])
         width = columns if const_expr(box[1] is None) else box[1]
         across, down = columns // width, cute.size(smem, mode=[0]) // rows
         if const_expr(across * down == 1):
-            load(work, operand, place, barrier)
+            load(operand, place, barrier)
         else:
             for i in cutlass.range(across * down, unroll=1):
                 row, column = i // across, i % across
                 part = cute.local_tile(smem, (rows, width, 1), (row, column, 0))
                 first = place.row + row * rows * self.traits.group.size
                 at = place._replace(row=first, column=column * width)
-                load(work, operand._replace(smem=part), at, barrier)
+                load(operand._replace(smem=part), at, barrier)
 
-    def _load_queries(
-        self, work: Work, operand: _Operand, place: _BoxCoord, barrier: cute.Pointer
+    def _load_box(
+        self,
+        side: tma.RowSide,
+        sequence: tuple[Int32, Int32, Int32],
+        operand: _Operand,
+        place: _BoxCoord,
+        barrier: cute.Pointer,
     ) -> None:
-        """Start the copy of a box of Q or dO."""
-        side, at = tma.RowSide.of_queries(self.lengths), (work.offset_q, work.seqlen_q, place.row)
-        gmem, row = tma.readable_rows(operand.source, side, work.batch_idx, *at)
-        _copy_box(operand, gmem, place._replace(row=row), barrier)
-
-    def _load_keys(
-        self, work: Work, operand: _Operand, place: _BoxCoord, barrier: cute.Pointer
-    ) -> None:
-        """Start the copy of a box of K or V."""
-        side, at = tma.RowSide.of_keys(self.lengths), (work.offset_k, work.seqlen_k, place.row)
-        gmem, row = tma.readable_rows(operand.source, side, work.batch_idx, *at)
-        _copy_box(operand, gmem, place._replace(row=row), barrier)
-
-
-def _copy_box(
-    operand: _Operand, gmem: cute.Tensor, place: _BoxCoord, barrier: cute.Pointer
-) -> None:
-    """Fill a stage of memory. place: its row is one of gmem."""
-    smem = operand.smem
-    rows, columns = cute.size(smem, mode=[0]), cute.size(smem, mode=[1])
-    box, start = ((1, rows), columns), (place.head_idx, place.row)
-    src, dst = tma.tile_of(operand.atom, gmem, start, box, smem, place.column)
-    cute.copy(operand.atom, src, dst[None, place.stage], tma_bar_ptr=barrier)
+        """Start the copy of a box of a sequence: its batch entry, first row and length."""
+        gmem, row = tma.readable_rows(operand.source, side, *sequence, place.row)
+        smem = operand.smem
+        box = (1, cute.size(smem, mode=[0])), cute.size(smem, mode=[1])
+        start = place.head_idx, row
+        src, dst = tma.tile_of(operand.atom, gmem, start, box, smem, place.column)
+        cute.copy(operand.atom, src, dst[None, place.stage], tma_bar_ptr=barrier)
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Waits of the mma warps of a pair for what was loaded. passes_on: in the CTA that issues no
-    products, which passes each arrival on."""
+    """Waits of the mma warps of a pair. TMA completes on mbarriers of its own CTA, so the CTA that
+    issues no products passes each arrival on. passes_on: in that CTA."""
 
     traits: cutlass.Constexpr[BwdTraits]
     passes_on: cutlass.Constexpr[bool]
@@ -306,7 +268,6 @@ class Arrivals:
         self.ds(number)
 
     def q(self, number: Int32) -> None:
-        """Q by rows."""
         tiles = ((self.tiles.q, True),)
         self._await(self.channels.q, self.channels.q_there, number, tiles)
 
@@ -386,10 +347,10 @@ class PeerGrads:
 
     line: the address of this thread's key, 64 queries in 128 bytes, with the part of its swizzle.
 
-    A warp of compute writes dS of its own CTA's half to its place among the keys of both CTAs. That
-    of the other half it writes behind these, and sends it to its place in the other CTA as one
-    copy. A fill of the channel `ds` has both. It needs no release: dS of a block is written when dP
-    of the block is complete, and then dQ of the block before is, so both have been read.
+    A compute warp writes dS of its own CTA's half among the keys of both CTAs. That of the other
+    half it writes behind these, and sends it as one copy. A fill of the channel `ds` has both. It
+    needs no release: dS of a block is written when dP of the block, and so dQ of the block before,
+    is complete.
     """
 
     traits: cutlass.Constexpr[BwdTraits]
@@ -420,9 +381,8 @@ class PeerGrads:
 
     @cute.jit
     def keep_and_send(self, number: Int32, words: cutlass.Constexpr[list[cute.Tensor]]):
-        """The same of a wide pair, from the words of dS of each chunk. What is sent lies over Q by
-        rows, which S has read. Its place in the other CTA, and that of the others, lie over dO, so
-        dV of both CTAs has to be complete."""
+        """`keep` and `send` for a wide pair. What is sent lies over Q by rows, which S has read. It
+        goes to where dO was, so dV of both CTAs has to be complete."""
         if self.half == self.traits.group.rank():
             self._await_values(number)
             self._keep_all(words)
@@ -459,12 +419,9 @@ class PeerGrads:
 class FoldedScores:
     """P and dS of a compute thread in shared memory, if results are folded: 32 queries of a key.
 
-    chunk: the number of these queries. key: of the CTA. line: the address of the line, with its
-    part of the swizzle: P and dS have lines of the CTA's keys and all queries, dS for dQ those of
-    the keys of both CTAs and half of the queries.
-
-    A warp whose queries the other CTA multiplies sends its lines there as one copy. As for
-    `PeerGrads`, no place needs a release.
+    chunk: the number of these queries. p_line, ds_line, dq_line: addresses, each with its part of
+    the swizzle. P and dS have lines of the CTA's keys and all queries, dS for dQ those of the keys
+    of both CTAs and half of the queries. As for `PeerGrads`, no place needs a release.
     """
 
     traits: cutlass.Constexpr[BwdTraits]
@@ -509,7 +466,7 @@ class FoldedScores:
 
     @cute.jit
     def send(self, number: Int32):
-        """Report the place of this warp's dS of 32 keys, all written, after a fence."""
+        """As `PeerGrads.send`."""
         rank, ds = self.traits.group.rank(), self.channels.ds
         if self.dq_rank == rank:
             # the bytes are those of a warp of the other CTA

@@ -20,15 +20,13 @@ from flash_mask_cute.sm100.flash_bwd_pairs import Arrivals
 from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
-# k-steps of a product that is not rolled: the descriptors of all steps of operands with one stage
-# would be computed once, before all blocks, for which a thread has no registers
+# k-steps of a product that is not rolled: descriptors of more would stay in registers
 MOST_STEPS = 4
 
 
 @dataclass(frozen=True)
 class BlockProducts:
-    """State of the mma warp. together: the products of a block are issued together, since S and dP
-    are needed together, or dQ lies over S (`BwdTraits.is_serial`)."""
+    """State of the mma warp. together: S and dP of a block are needed together, or `is_serial`."""
 
     traits: cutlass.Constexpr[BwdTraits]
     together: cutlass.Constexpr[bool]
@@ -85,9 +83,7 @@ class BlockProducts:
         if const_expr(traits.cta_pair):
             self.arrivals.q(number)
         else:
-            self.channels.q.wait(number)
-            if const_expr(traits.has_marks):
-                self._clear_marked_rows(number)
+            self._await_q(number)
         # -- S, then dK and dQ of the previous block, while the compute warps make P
         self._issue_scores(number)
         if const_expr(traits.cta_pair):
@@ -99,7 +95,8 @@ class BlockProducts:
             self.arrivals.do(number)
         else:
             self.channels.do.wait(number)
-        self._issue_values(tile, number, first)
+        self._await_sums(tile, number, first)
+        self._issue_whole_dv(number, first)
         self._issue_dp(number)
         self.traits.group.commit(self.channels.do.vacancy(number))
         return number + 1
@@ -107,19 +104,14 @@ class BlockProducts:
     @cute.jit
     def _issue_block_ahead(self, tile: Int32, first: Int32, number: Int32, block: Block):
         """Issue dV of the previous block, S of this one, dK and dQ of the previous one, then dP."""
-        traits = self.traits
         if number > first:
             self._issue_late_values(number - 1, first)
-        self.channels.q.wait(number)
-        if const_expr(traits.has_marks):
-            self._clear_marked_rows(number)
+        self._await_q(number)
         self._issue_scores(number)
         if number > first:
             self._issue_gradients(number - 1, first)
         self.channels.do.wait(number)
-        if number == first:
-            # the sums of the work tile before have been taken; then dS may be written, too
-            self.channels.sums.acquire(tile)
+        self._await_sums(tile, number, first)
         self._issue_dp(number)
         return number + 1
 
@@ -133,17 +125,13 @@ class BlockProducts:
     def _issue_block_together(self, tile: Int32, first: Int32, number: Int32, block: Block):
         """Issue all products of a block: S and dP, then those that use their results."""
         traits, group = self.traits, self.traits.group
-        self.channels.q.wait(number)
-        if const_expr(traits.has_marks):
-            self._clear_marked_rows(number)
+        self._await_q(number)
         # -- S and dP
         self._issue_scores(number)
         if const_expr(not traits.makes_dk):
             group.commit(self.channels.q.vacancy(number))
         self.channels.do.wait(number)
-        if number == first:
-            # the sums of the work tile before have been taken; then dS may be written, too
-            self.channels.sums.acquire(tile)
+        self._await_sums(tile, number, first)
         if const_expr(traits.makes_dk):
             self._issue_dp(number)
         # -- dV when P is there, dK and dQ when dS is
@@ -156,9 +144,8 @@ class BlockProducts:
 
     @cute.jit
     def _issue_block_in_order(self, tile: Int32, first: Int32, number: Int32, block: Block):
-        """Issue S, dP, dV, dK, dQ of a block of a wide pair. dP waits until S is in registers, and
-        runs beside the exponentials. dV is in two products: that of the first chunks of queries
-        runs beside the exponentials of the others.
+        """Issue S, dP, dV, dK, dQ of a block of a wide pair. dP, and dV of the first chunks of
+        queries, run beside the exponentials.
 
         dS lies over dO and Q by rows. So they are released when dQ has read dS, and when dS of the
         other CTA has been sent; dO of a work tile's last block when its sums have left."""
@@ -172,9 +159,7 @@ class BlockProducts:
         channels.dq_left.acquire(number)
         channels.taken.wait_until_released(number)
         self._issue_dp(number)
-        if number == first:
-            # the sums of the work tile before have been taken
-            channels.sums.acquire(tile)
+        self._await_sums(tile, number, first)
         steps = umma.CHUNK // umma.STEP
         channels.first_p.wait_until_released(number)
         self._issue_dv(number, number > first, range(steps))
@@ -187,16 +172,13 @@ class BlockProducts:
     @cute.jit
     def _issue_folded_block(self, tile: Int32, first: Int32, number: Int32, block: Block):
         """Issue S, dP, dK, dV, dQ of a block of a folded pair. Q and dO by columns take the places
-        of those by rows, so each of these products releases its own. The last release also says
-        that dQ has read the keys."""
+        of those by rows. The last release also says that dQ has read the keys."""
         group, channels = self.traits.group, self.channels
         self.arrivals.q(number)
         self._issue_scores(number)
         group.commit(channels.q.vacancy(number))
         self.arrivals.do(number)
-        if number == first:
-            # the sums of the work tile before have been taken; then dS may be written, too
-            channels.sums.acquire(tile)
+        self._await_sums(tile, number, first)
         self._issue_dp(number)
         group.commit(channels.do.vacancy(number))
         self.arrivals.scores(number)
@@ -233,12 +215,10 @@ class BlockProducts:
         self.traits.group.commit(self.channels.dp.barrier(number))
 
     @cute.jit
-    def _issue_values(self, tile: Int32, number: Int32, first: Int32):
-        """dV of a block, the first product of a work tile's sums."""
+    def _await_sums(self, tile: Int32, number: Int32, first: Int32):
+        """Wait until the sums of the work tile before are taken; then dS may be written, too."""
         if number == first:
-            # the sums of the work tile before have been taken
             self.channels.sums.acquire(tile)
-        self._issue_whole_dv(number, first)
 
     def _issue_whole_dv(self, number: Int32, first: Int32) -> None:
         # probabilities are there
@@ -263,18 +243,20 @@ class BlockProducts:
             umma.issue_parts(mma, acc, p, do_tile, accumulate, steps)
 
     @cute.jit
-    def _clear_marked_rows(self, number: Int32):
-        """Clear marked rows of Q and dO of a block whose Q has arrived."""
+    def _await_q(self, number: Int32):
+        """Wait for Q of a block, and clear marked rows of Q and dO."""
         traits, stage = self.traits, self.channels.q.index(number)
-        marks = marks_of(self.tiles.stats[None, stage], traits.tile_m, traits.num_stats)
-        if any_mark(marks, traits.tile_m):
-            self.channels.do.wait(number)
-            for row in cutlass.range(traits.tile_m, unroll=1):
-                if is_marked(marks, row):
-                    clear_row(self.tiles.q[row, None, stage])
-                    clear_row(self.tiles.do[row, None, self.channels.do.index(number)])
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
+        self.channels.q.wait(number)
+        if const_expr(traits.has_marks):
+            marks = marks_of(self.tiles.stats[None, stage], traits.tile_m, traits.num_stats)
+            if any_mark(marks, traits.tile_m):
+                self.channels.do.wait(number)
+                for row in cutlass.range(traits.tile_m, unroll=1):
+                    if is_marked(marks, row):
+                        clear_row(self.tiles.q[row, None, stage])
+                        clear_row(self.tiles.do[row, None, self.channels.do.index(number)])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
 
     @cute.jit
     def _issue_gradients(self, number: Int32, first: Int32):

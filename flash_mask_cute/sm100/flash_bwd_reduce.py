@@ -10,6 +10,7 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.warp_scan import WARP
+from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
 from flash_mask_cute.sm100.flash_bwd_registers import Registers
 from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels, visit_walks
@@ -28,11 +29,10 @@ class DqParts:
 
     @cute.jit
     def run(self):
-        """Move dQ of the query blocks of every walk."""
-        visit_walks(self.channels, lambda tile, first: self._stage_dq)
+        visit_walks(self.channels, self._stage_dq)
 
     @cute.jit
-    def _stage_dq(self, number: Int32, block: Block):
+    def _stage_dq(self, work: Work, first: Int32, number: Int32, block: Block):
         """Move dQ of a block out of TMEM, part by part to the memory that the send warp adds."""
         traits, channels, parts = self.traits, self.channels, self.traits.parts_dq
         held = traits.held_parts if const_expr(self.registers.holds_dq) else 0
@@ -105,7 +105,6 @@ class DqParts:
         return cute.make_tensor(self.tiles.dq.iterator, cute.make_layout(shape))
 
     def _stage_chunk(self, values: cute.Tensor, staged: cute.Tensor, load: int | Int32) -> None:
-        """Write what this thread has loaded of a part."""
         row, num_quads = thread_in_warpgroup(), cute.size(values) // 4
         first = load * num_quads
         if self.traits.cta_pair:

@@ -31,8 +31,7 @@ class Registers(NamedTuple):
 
 
 REGISTERS = Registers(152, 96)
-# for a soft cap, which has more values of a score at a time, and for lists beside intervals or in a
-# fixed order: with fewer registers they spill
+# for a soft cap, and for lists beside intervals or in a fixed order, which would spill
 MORE_FOR_SCORES = Registers(176, 48)
 # for products that take operands of two CTAs, whose descriptors need more registers
 PAIR_REGISTERS = Registers(144, 96)

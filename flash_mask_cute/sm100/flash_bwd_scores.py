@@ -1,7 +1,6 @@
 """The compute warps of the Blackwell backward: P and dS from a query block's S and dP.
 
-A thread has one key and half of the queries. In TMEM P overwrites the thread's columns of S, and dS
-overwrites those of dP. dS also goes to shared memory.
+A thread has one key and half of the queries.
 """
 
 from collections.abc import Iterator
@@ -126,7 +125,6 @@ class BlockScores:
         self.channels.stats.release(number)
 
     def _compute_folded(self, number, first_s, first_dp, bits, statistics, thread) -> None:
-        """Compute P and dS of 32 queries of a key, to shared memory."""
         traits = self.traits
         scores = umma.load_columns(first_s, umma.CHUNK, thread)
         umma.wait_loads()

@@ -26,13 +26,13 @@ from flash_mask_cute.sm100.flash_bwd_traits import (
 
 
 class Channels(NamedTuple):
-    """The channels between the roles of a CTA (see `flash_bwd`); kv: if `BwdTraits.holds_keys`; dp,
-    dq and out: if `BwdTraits.makes_dk`. stats: q, but for pairs. Of a pair: half of the columns of
-    Q, dS in shared memory, and what is there in the CTA that does not issue products. Of a folded
-    pair: half of the columns of dO, and P and dS of its own keys in shared memory. Of a wide
-    pair: taken, released when S is in registers; first_p, when P of the first chunks is there;
-    dq_left, when all of dQ is in registers; dv, full when dV of a block is complete. claims: of a
-    pair that sums dQ in a fixed order."""
+    """The channels between the roles of a CTA (see `flash_bwd`).
+
+    stats: q, but for pairs. *_there: of what is there in the CTA that does not issue products.
+    do_columns, scores: of a folded pair, the latter P and dS of its own keys in shared memory. Of a
+    wide pair: taken, released when S is in registers; first_p, when P of the first chunks is there;
+    dq_left, when all of dQ is in registers; dv, full when dV of a block is complete.
+    """
 
     q: Channel
     stats: Channel
@@ -64,25 +64,21 @@ class Channels(NamedTuple):
 
 
 @cute.jit
-def visit_walks(
-    channels: Channels, step_of: cutlass.Constexpr[Callable[[Int32, Int32], Callable[..., Any]]]
-) -> Int32:
-    """Fold `number = step(number, block)` over the query blocks of every work tile; returns how
-    many there were. step_of: gives the step by the tile's number and that of its first block."""
+def visit_walks(channels: Channels, step: cutlass.Constexpr[Callable[..., Int32]]) -> Int32:
+    """Fold `number = step(work, first, number, block)` over the query blocks of every work tile;
+    returns how many there were. first: the number of the tile's first block."""
     tile, chunk, number = Int32(0), Int32(0), Int32(0)
     while channels.ring.wait(tile):
-        chunk, number = channels.walk.visit(chunk, number, step_of(tile, number))
+        of_tile = partial(step, channels.ring.read(tile), number)
+        chunk, number = channels.walk.visit(chunk, number, of_tile)
         channels.ring.release(tile)
         tile += 1
     return number
 
 
 class BwdSmem(NamedTuple):
-    """The contents of shared memory: see `BwdTraits` for the layouts.
-
-    ds: (queries, keys). stored: dK and dV before their store, in the place of ds. dq: fp32 sums of
-    a part. stats: `core.row_blocks.stats_words` of a query block. bits: of a partial block.
-    """
+    """stored: dK and dV before their store, in the place of ds. dq: fp32 sums of a part. bits: of a
+    partial block."""
 
     q: cute.Tensor  # (tile_m, tile_d, stages_q)
     do: cute.Tensor  # (tile_m, tile_dv, stages_do)
@@ -102,8 +98,7 @@ class BwdSmem(NamedTuple):
 
 
 def storage_of(traits: BwdTraits, is_ordered: bool) -> cute.struct:
-    """The shared memory of a CTA. is_ordered: dQ is summed in a fixed order."""
-
+    """is_ordered: dQ is summed in a fixed order."""
     dtype = traits.dtype
     # of a folded pair by rows and by columns in turn
     has_columns = traits.cta_pair and not traits.is_folded

@@ -8,17 +8,13 @@ from enum import Enum, IntEnum
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.blackwell_helpers as blackwell
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.cta import (
-    SMEM_CAPACITY,
-    THREADS_PER_WARPGROUP,
-)
+from flash_mask_cute.core.cta import SMEM_CAPACITY, THREADS_PER_WARPGROUP
 from flash_mask_cute.core.row_blocks import PART_OF_HALF, stats_words
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm100 import umma
@@ -81,14 +77,9 @@ NUM_MASK_WARPS = 4
 class BwdTraits:
     """Shape of one CTA's work: 128 keys, and a walk over blocks of tile_m queries.
 
-    S^T and dP^T have keys in lanes, so P^T and dS^T overwrite them in TMEM and are operands of dV
-    and dK. dS also goes to shared memory, for dQ.
-
     stages_q, stages_do: blocks of queries and of their output gradients in flight. has_marks: rows
     of queries that see nothing may be marked to be cleared. has_reference: the statistics of a
-    query have a third number, for scores of any magnitude. part: the gradients that a launch
-    computes (`launches`). cta_pair: two CTAs compute products together (`flash_bwd_pairs`).
-    stages_kv, value_cols: options of Hopper, not supported here.
+    query have a third number, for scores of any magnitude. stages_kv, value_cols: of Hopper.
     """
 
     dtype: type[cutlass.Numeric]
@@ -128,17 +119,15 @@ class BwdTraits:
 
     @property
     def is_wide_pair(self) -> bool:
-        """Whether a pair has wide heads. TMEM and shared memory are short: P and later dS lie over
-        half of S, dP over the other half, dQ over dP and some of S, and dS in shared memory over dO
-        and Q by rows, when products have read them."""
+        """Whether a pair has wide heads. P and later dS lie over half of S, dP over the other half,
+        dQ over dP and some of S, and dS in shared memory over dO and Q by rows."""
         return self.is_wide and self.cta_pair and not self.is_folded
 
     @property
     def is_folded(self) -> bool:
-        """Whether CTAs of a pair have 64 keys, so that sums of 256 columns fit into TMEM. Results
-        have 64 rows in a CTA. Their columns are folded: the second half is in lanes 64 to 127. P
-        and dS are operands in shared memory, and Q and dO have one place each, by rows and by
-        columns in turn."""
+        """Whether CTAs of a pair have 64 keys, so that sums of 256 columns fit into TMEM. Lanes 64
+        to 127 have the second half of the columns of results. P and dS are operands in shared
+        memory, and Q and dO have one place each, by rows and by columns in turn."""
         return self.cta_pair and self.tile_d == TILE_DIMS[-1]
 
     @property
@@ -173,14 +162,12 @@ class BwdTraits:
     @property
     def box_rows(self) -> int:
         """Queries of a box of Q and dO by rows. In a wide pair each CTA has every second chunk of
-        32: then the first chunks of all warpgroups are the first half of the columns of S, and the
-        second chunks, which dP overwrites, the other one."""
+        32. Then the second chunks of all warpgroups are the half of S that dP overwrites."""
         return umma.CHUNK if self.is_wide_pair else self.rows_of_cta
 
     @property
     def box_columns(self) -> int | None:
-        """Columns of a box of Q and dO by rows, if not all: where a load warp has many boxes, it
-        loops over them."""
+        """Columns of a box of Q and dO by rows, if not all."""
         return SWIZZLED_COLUMNS if self.is_folded else None
 
     def key_box_columns(self, columns: int) -> int:
@@ -213,8 +200,7 @@ class BwdTraits:
     # -- launches -------------------------------------------------------------------------------
 
     def launches(self) -> tuple["BwdTraits", ...]:
-        """The traits of each launch. If dV, dK and dQ do not fit into TMEM together, one launch
-        computes dV, and another one dK and dQ, each from S of its own."""
+        """The traits of each launch: of dV, and of dK and dQ, if TMEM has no room for all."""
         if self.part != GradientPart.ALL or self.column_dq is not None:
             return (self,)
         values = replace(self, part=GradientPart.VALUES, stages_q=2, stages_do=2)
@@ -277,8 +263,8 @@ class BwdTraits:
 
     @property
     def widths_dq(self) -> tuple[int, ...]:
-        """Columns of each product of dQ. An accumulator of 64 rows has 16 of 32 lanes. So of 64
-        queries, there are two in the same columns of TMEM, which share the columns of dQ."""
+        """Columns of each product of dQ. An accumulator of 64 rows has 16 of 32 lanes, so two of
+        them share the columns of TMEM."""
         if not self.halves_blocks or self.tile_d <= ROWS // 2:
             return (self.tile_d,)
         first = ROWS if self.tile_d > ROWS else ROWS // 2
@@ -286,8 +272,7 @@ class BwdTraits:
 
     @property
     def column_dq(self) -> int | None:
-        """The TMEM column of dQ: its own, or that of dP, whose dS has already been multiplied by
-        then, or that of S; None if it does not fit with dV and dK."""
+        """The TMEM column of dQ: its own, or that of dP or S; None if it does not fit."""
         if self.is_wide_pair or self.is_folded:
             # of a wide pair with as few columns of S as possible
             return NUM_COLUMNS - self.tile_d // 2
@@ -313,8 +298,7 @@ class BwdTraits:
 
     @property
     def values_lag(self) -> bool:
-        """Whether dV of a block is issued behind dP of the block. That needs room for dQ beside dP:
-        dP then waits for nothing but its operands."""
+        """Whether dV of a block is issued behind its dP, which needs room for dQ beside dP."""
         return not (self.dq_shares or self.is_serial)
 
     @property
@@ -346,8 +330,7 @@ class BwdTraits:
 
     @property
     def held_parts(self) -> int:
-        """The last so many parts of dQ that a thread holds in registers together, so that TMEM is
-        free before any of them is staged."""
+        """The last so many parts of dQ that a thread holds in registers together."""
         # of many small parts, more would spill
         most = MOST_HELD // 2 if self.part == GradientPart.KEYS else MOST_HELD
         held_by_thread = max(self.parts_dq) // (ROWS // self.rows_of_cta)
@@ -370,8 +353,7 @@ class BwdTraits:
         return min(2, self.tile_m * TILE_N // size)
 
     def stored_columns(self, dim: int) -> range:
-        """First columns in TMEM of the parts of dK or dV, of dim columns: a warp stores 32 of them;
-        if they are folded, both halves of the columns together."""
+        """First columns in TMEM of the parts of 32 of dK or dV, of dim columns."""
         return range(0, self.tile_d // 2 if self.is_folded else dim, STORED_COLS)
 
     @property
@@ -393,9 +375,8 @@ class BwdTraits:
 
     @property
     def keys_of_ds(self) -> int:
-        """Keys that dS in shared memory has a place for. In a pair these are those of both CTAs,
-        and its own again, whose dS it sends to the other one; if results are folded, its own twice,
-        with all queries, for dK."""
+        """Keys that dS in shared memory has a place for: in a pair those of both CTAs, and its own
+        again, whose dS it sends; if results are folded, its own twice, for dK."""
         again = HALVES if self.is_folded else 1
         return self.cluster_tile_n + (again * self.tile_n if self.cta_pair else 0)
 
@@ -446,7 +427,6 @@ class BwdTraits:
         )
 
     def infeasible(self) -> str | None:
-        """The reason why a kernel with these traits cannot run, or None."""
         dims = f"{self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > TILE_DIMS[-1]:
             return f"head_dim and head_dim_v go up to {TILE_DIMS[-1]} on Blackwell, got {dims}"
@@ -475,32 +455,22 @@ class BwdTraits:
 
     # -- products -------------------------------------------------------------------------------
 
-    def _mma(
-        self,
-        a_major: OperandMajorMode,
-        b_major: OperandMajorMode,
-        n: int,
-        source: tcgen05.OperandSource = tcgen05.OperandSource.SMEM,
-        rows: int = ROWS,
-    ) -> cute.TiledMma:
-        more = cutlass.Float32, self.group.kind, (rows, n), source
-        return blackwell.make_trivial_tiled_mma(self.dtype, self.dtype, a_major, b_major, *more)
-
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: keys by queries."""
+        majors, shape = (OperandMajorMode.K,) * 2, (self.rows, self.tile_m)
         source = tcgen05.OperandSource.TMEM if self.holds_keys else tcgen05.OperandSource.SMEM
-        more = self.tile_m, source, self.rows
-        return self._mma(OperandMajorMode.K, OperandMajorMode.K, *more)
+        return umma.make_mma(self.dtype, majors, self.group.kind, shape, source)
 
     def mma_sums(self, n: int) -> cute.TiledMma:
-        """dV = P^T dO and dK = dS^T Q: keys by n columns, the scores in TMEM."""
+        """dV = P^T dO and dK = dS^T Q: keys by n columns."""
+        majors = OperandMajorMode.K, OperandMajorMode.MN
         source = tcgen05.OperandSource.SMEM if self.is_folded else tcgen05.OperandSource.TMEM
-        more = n, source, self.rows
-        return self._mma(OperandMajorMode.K, OperandMajorMode.MN, *more)
+        return umma.make_mma(self.dtype, majors, self.group.kind, (self.rows, n), source)
 
     def mma_dq(self, n: int) -> cute.TiledMma:
         """dQ = dS K: queries by n columns."""
-        return self._mma(OperandMajorMode.MN, OperandMajorMode.MN, n, rows=self.tile_m)
+        majors = (OperandMajorMode.MN,) * 2
+        return umma.make_mma(self.dtype, majors, self.group.kind, (self.tile_m, n))
 
     def _rows(self, rows: int, cols: int, stages: int) -> cute.ComposedLayout:
         """(rows, cols, stages) with cols contiguous."""

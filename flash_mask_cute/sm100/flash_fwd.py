@@ -28,12 +28,11 @@ half h of key block j is number 2 j + h.
 
 Products complete in the order of their issue. For each half in turn this is P V of a block, then S
 of the next: S replaces the P that was just read, and when S is complete, so is P V. The accumulator
-is waited for only at the ends of a tile.
+is waited for only at the ends of a tile. The output is stored during the first S of the next tile.
 
 A softmax thread has one row. It computes the exponentials with the maximum in use, 32 columns at a
 time. Only if their sum shows that the maximum was too old does the warp process the scores again
-with a newer one, and rescale its rows of O (`core/softmax.py`). The first S of the next tile is
-issued behind the last P V of this one, and the output is stored during that product.
+with a newer one, and rescale its rows of O (`core/softmax.py`).
 
 With `cta_pair` two CTAs of a cluster, with adjacent work tiles, walk over the keys together. Each
 loads half of a block, and the mma warp of the first CTA issues the products of both. It waits on
@@ -102,7 +101,7 @@ L2_SHARE = 64 * 1024 * 1024
 
 
 class HalfTile(NamedTuple):
-    """What softmax warps know of their half of a work tile. tile: its number."""
+    """A softmax warp's half of a work tile. tile: its number."""
 
     scales: ScoreScales
     aux_tensors: Any
@@ -114,27 +113,16 @@ class HalfTile(NamedTuple):
 class FlashAttentionForwardSm100:
     """Forward kernel for Blackwell, to be passed to `cute.compile`.
 
-    :param dtype: cutlass.BFloat16 or cutlass.Float16, of Q, K, V and O
+    The parameters are those of `FlashAttentionForwardSm90`, except for these.
+
     :param head_dim, head_dim_v: multiples of 8 up to 256
-    :param qhead_per_kvhead: query heads per KV head; fixed at compile time only with `pack_gqa`
-    :param is_causal: bottom-right aligned causal masking
-    :param is_local: the call's window sides apply
     :param pack_gqa: the query heads of a KV head (at most 32) share a tile's rows
     :param tile_m, tile_n: query rows and keys of a tile, 256 or 128, and 128; 128 both if
         head_dim_v > 128 or head_dim > 192
-    :param num_stages: key blocks in flight
-    :param mask_mod, score_mod: user callables (`mods/calling.py`)
-    :param has_aux_tensors: the call passes aux_tensors to them
-    :param stages_q: query tiles in flight, 1 or 2
     :param share_qo: False
-    :param intervals: the form of the column intervals that the call passes, or None
-    :param skip_blocks: leave out hidden blocks and the masking of blocks that nothing cuts
     :param polynomial: of 128 exponentials, those computed by a polynomial: a multiple of 4 up to 64
-    :param num_sms: the most CTAs to launch
     :param cta_pair: two CTAs share keys and values, and take work tiles in fixed turns: the launch
-        does not use tile_counter
-    :param split, page_box, shared_kv, shares_mask: as for `FlashAttentionForwardSm90`; the first
-        two not with cta_pair
+        does not use tile_counter. Not with split or page_box
     :raises ValueError: for a shape or configuration that cannot run
     """
 
@@ -348,8 +336,7 @@ class FlashAttentionForwardSm100:
                 if group.is_leader():
                     WalkProducts(traits, self.in_parts, traits.products(storage), channels).run()
             elif warp_idx == Role.SCHEDULE:
-                rules = self._rules(masks, lengths)
-                rules = rules.with_tile_m(traits.cluster_tile_m)
+                rules = self._rules(masks, lengths).for_tiles(tile_m=traits.cluster_tile_m)
                 rings = channels.ring, channels.walk
                 schedule_forward(
                     self, rules, rings, lengths, schedule, tile_counter, partials, traits.group.size
@@ -375,7 +362,6 @@ class FlashAttentionForwardSm100:
     # -- softmax --------------------------------------------------------------------------------
 
     def _rows(self, scales: ScoreScales, keeps_largest: bool = False) -> OnlineSoftmax:
-        """The softmax of a thread's row."""
         factor = None if self.score_mod is None else self.score_traits.factor
         more = self.traits.dtype, self.arithmetic[0], factor, keeps_largest
         return OnlineSoftmax.create(scales.scale_log2, 1, *more)
@@ -451,7 +437,6 @@ class FlashAttentionForwardSm100:
         return words
 
     def _prepare(self, modify, words: tuple | None, chunk: int, scores: cute.Tensor) -> None:
-        """Turn raw products into the input of the softmax: modified scores, some of them hidden."""
         modify(chunk, words is not None, scores)
         if words is not None:
             if self.hides_in_order:
@@ -462,8 +447,7 @@ class FlashAttentionForwardSm100:
     def _chunks(self, first, prepare) -> Iterator[tuple[int, cute.Tensor]]:
         """Number and scores, (1, 32), of the chunks of this thread's row from column `first` on.
 
-        Each chunk is loaded while the previous one is processed, and no more: without the fence
-        ptxas would load all at once, and registers would not suffice.
+        Without the fence ptxas would load all at once, and registers would not suffice.
         """
         num_chunks = self.traits.tile_n // umma.CHUNK
         thread = thread_in_warpgroup()
@@ -487,11 +471,7 @@ class FlashAttentionForwardSm100:
         is_first: Boolean,
         prepare: cutlass.Constexpr,
     ):
-        """Wait for scores `number`, and replace them by their probabilities.
-
-        The exponentials are computed again if the maximum in use was too old, or if there is none
-        yet, in the first block of a tile. They are computed exactly if the maximum is far from 0.
-        """
+        """Wait for scores `number`, and replace them by their probabilities."""
         traits = self.traits
         first = traits.column_s(traits.buffer_s(half, number))
         probs = cute.make_rmem_tensor(traits.tile_n // 2, Int32)
@@ -559,8 +539,7 @@ class FlashAttentionForwardSm100:
     ) -> tuple[Float32, Boolean]:
         """`_exponentials`, and whether the first part of P has been handed over.
 
-        It is when no maximum is too old for it, nor will be for the rest: its sum is below half of
-        the limit, and no score of the rest has outgrown the maximum.
+        It is when no maximum is too old for it, and half of the limit is left for the rest.
         """
         total, is_early = None, Boolean(False)
         for chunk, scores in self._chunks(first, prepare):
@@ -602,8 +581,7 @@ class FlashAttentionForwardSm100:
     ):
         """Take newer maxima, and rescale the rows of O accumulated with the old ones.
 
-        The P V of the previous block must be complete. With two halves it is, because its product
-        was issued before these scores'. With one half it may be in flight.
+        P V of the previous block must be complete. With two halves it is: it was issued before S.
         """
         traits = self.traits
         first = traits.column_s(traits.buffer_s(half, number))

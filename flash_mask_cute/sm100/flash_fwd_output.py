@@ -75,7 +75,6 @@ class OutputWarps:
 
     @cute.jit
     def _store_half(self, rows: OnlineSoftmax, tile: Int32, half: Int32):
-        """Write the LSE of this thread's row, scale the row, and store this warp's rows by TMA."""
         traits, channels, tiles, lengths = self.traits, self.channels, self.tiles, self.lengths
         partials = self.partials
         # -- this thread's row: its query head, and its query in the sequence
@@ -157,9 +156,7 @@ class OutputWarps:
     ) -> None:
         """Scale, round, and stage or store some columns of this thread's row.
 
-        is_used: whether the row is in use; None: it is, or it does not matter. is_row: whether it
-        belongs to a
-        query head.
+        is_used: None if all rows are, or if it does not matter. is_row: it is a query head's.
         """
         traits = self.traits
         # what was staged here before must have left
@@ -181,7 +178,6 @@ class OutputWarps:
         umma.fence_before_arrival()
 
     def _release_output(self, half_tile: Int32) -> None:
-        """Signal that this warp has its rows of O in registers or staged."""
         cute.arch.sync_warp()
         self.channels.o.release(half_tile)
 
@@ -202,7 +198,6 @@ class OutputWarps:
         column: Int32 | int,
         is_row: Boolean,
     ):
-        """Stage or store a chunk of an output row, starting at a column."""
         is_packed = self.lengths.cu_seqlens_q is not None
         if const_expr(self.partials is not None):  # noqa: SIM102 (decided while tracing)
             if is_row & self.partials.is_split(at.work):

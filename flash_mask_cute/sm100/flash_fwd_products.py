@@ -93,7 +93,6 @@ class WalkProducts:
 
     @cute.jit
     def _issue_scores(self, tile: Int32, state: MmaState, half: cutlass.Constexpr):
-        """Issue S of the next block."""
         traits, channels = self.traits, self.channels
         half_tile, number = traits.halves * tile + half, traits.halves * state.blocks + half
         # -- S = Q K^T: (rows of the group, tile_n)

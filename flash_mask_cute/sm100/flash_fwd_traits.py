@@ -40,8 +40,7 @@ TILE_N = 128
 BUFFERS_S = 2
 # columns of P that are handed over first
 FIRST_PART = 96
-# Columns of tiles, of queries and keys and of values. Heads of other dimensions are rounded up to
-# the first ones that hold them: TMA fills with zeros, and clips the output.
+# columns of tiles, of queries and keys and of values; other heads get the first that hold them
 TILE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # the most columns of values for which TMEM holds the sums of two halves
 MOST_OF_HALVES = 128
@@ -118,12 +117,10 @@ class SoftmaxState(NamedTuple):
 
 @dataclass(frozen=True)
 class FwdTraits(PackedHeads):
-    """Shape of one CTA's work.
+    """Shape of one CTA's work. The fields are options of `FlashAttentionForwardSm100`.
 
-    stages_kv, stages_q: key blocks and query tiles in flight. share_qo: an option of other kernels;
-    not supported here. cta_pair: two CTAs with adjacent query tiles walk over the keys together,
-    and each loads half of every block. packed_heads, heads_there: see `PackedHeads`. page_box: for
-    keys and values in pages, the keys that a page has side by side; None: they lie in rows.
+    stages_kv, stages_q: key blocks and query tiles in flight. packed_heads, heads_there: see
+    `PackedHeads`.
     """
 
     dtype: type[cutlass.Numeric]
@@ -146,28 +143,28 @@ class FwdTraits(PackedHeads):
 
     @property
     def tile_dims(self) -> tuple[int, int]:
-        """Columns of the tiles of queries and keys, and of values."""
         fitting = (x for x in TILE_DIMS if x[0] >= self.head_dim and x[1] >= self.head_dim_v)
         return next(fitting, TILE_DIMS[-1])
 
     @property
     def tile_d(self) -> int:
+        """Columns of the tiles of queries and keys."""
         return self.tile_dims[0]
 
     @property
     def tile_dv(self) -> int:
+        """Columns of the tiles of values."""
         return self.tile_dims[1]
 
     @property
     def halves(self) -> int:
-        """Number of halves. A work tile has two halves of 128 rows, which take turns on the tensor
-        cores. For wide values, and where few rows share keys, it is a single half whose scores have
-        two buffers."""
+        """A work tile has two halves of 128 rows, which take turns on the tensor cores, or a single
+        one whose scores have two buffers."""
         return self.tile_m // ROWS
 
     @property
     def softmax_warps(self) -> int:
-        """Softmax warps that have a half; the other warps of the role have nothing to do."""
+        """Softmax warps that have a half."""
         return self.halves * WARPS_OF_HALF
 
     # Rows that a warp copies are handed over when it has waited for them.
@@ -176,7 +173,6 @@ class FwdTraits(PackedHeads):
 
     @property
     def q_fills(self) -> int:
-        """Fills of the query channel for a work tile."""
         return self.halves
 
     @property
@@ -278,7 +274,6 @@ class FwdTraits(PackedHeads):
         return self._smem_without_spare_value + spare * self.bytes_v
 
     def infeasible(self) -> str | None:
-        """The reason why a kernel with these traits cannot run, or None."""
         dims = f"head_dim/head_dim_v {self.head_dim}/{self.head_dim_v}"
         if max(self.head_dim, self.head_dim_v) > max(TILE_DIMS[-1]):
             return f"head_dim and head_dim_v go up to {max(TILE_DIMS[-1])}, got {dims}"
@@ -305,30 +300,15 @@ class FwdTraits(PackedHeads):
     # -- products -------------------------------------------------------------------------------
 
     def mma_qk(self) -> cute.TiledMma:
-        return blackwell.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            self.group.kind,
-            (self.group.rows, self.tile_n),
-        )
+        majors, shape = (OperandMajorMode.K,) * 2, (self.group.rows, self.tile_n)
+        return umma.make_mma(self.dtype, majors, self.group.kind, shape)
 
     def mma_pv(self) -> cute.TiledMma:
-        return blackwell.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            cutlass.Float32,
-            self.group.kind,
-            (self.group.rows, self.tile_dv),
-            tcgen05.OperandSource.TMEM,
-        )
+        majors, shape = (OperandMajorMode.K, OperandMajorMode.MN), (self.group.rows, self.tile_dv)
+        source = tcgen05.OperandSource.TMEM
+        return umma.make_mma(self.dtype, majors, self.group.kind, shape, source)
 
-    # The layouts of operands as products see them, in k-steps, and as TMA does, (rows, columns,
-    # stages): the same bytes.
+    # operands as products see them, in k-steps, and as TMA does, (rows, columns, stages)
 
     def operand_q(self) -> cute.ComposedLayout:
         tile = (self.group.rows, self.tile_n, self.tile_d)
@@ -364,7 +344,6 @@ class FwdTraits(PackedHeads):
         return hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, self.dtype, self.stages_v)
 
     def layouts_loaded(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Of keys and values, as they are loaded."""
         return self.layout_k(), self.layout_v()
 
     def layout_o(self) -> cute.ComposedLayout:
@@ -373,8 +352,6 @@ class FwdTraits(PackedHeads):
         return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, tile, OUTPUT_WARPS)
 
     def storage(self) -> cute.struct:
-        """The shared memory of a CTA."""
-
         @cute.struct
         class Storage:
             q: elements(self.dtype, self.layout_q())
@@ -402,8 +379,7 @@ class FwdTraits(PackedHeads):
     def channels(self, storage: Any, fields: tuple[str, ...]) -> Channels:
         """The channels of a CTA, initialised by its first warp; fields: see `WorkRing`."""
         group = self.group
-        # load, mma (the leader's) and softmax and mask warps go through walks, those of the
-        # output do not
+        # load, mma (the leader's), softmax and mask
         num_walkers = 2 + self.softmax_warps + NUM_MASK_WARPS - group.rank()
         ring, walk = scheduler_rings(
             storage, (num_walkers, OUTPUT_WARPS), ascending=False, uncut_first=False, fields=fields
@@ -458,7 +434,6 @@ class FwdTraits(PackedHeads):
         )
 
     def scores(self, buffer: int | Int32) -> cute.Tensor:
-        """S in TMEM, as the result of a product."""
         shape = self.group.rows, self.tile_n
         return umma.accumulator(self.mma_qk(), shape, self.column_s(buffer))
 
@@ -468,6 +443,5 @@ class FwdTraits(PackedHeads):
         return umma.operand_a(self.mma_pv(), self.operand_p(), self.dtype, first)
 
     def output(self, half: int) -> cute.Tensor:
-        """O in TMEM, as the result of a product."""
         shape = self.group.rows, self.tile_dv
         return umma.accumulator(self.mma_pv(), shape, self.column_o(half))

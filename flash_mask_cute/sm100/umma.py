@@ -9,18 +9,19 @@ The order is more than PTX promises. PTX orders products only if they have the s
 shape, and a commit behind all products before it. The kernels here also rely on the order of a
 product that reads P or dS and a later one that overwrites these columns. CUTLASS and flash-attn-4
 rely on the same.
-
-Two CTAs of a cluster can compute a product together (`Group`).
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.experimental import primitives
 
+from flash_mask_cute.core import clusters
+from flash_mask_cute.core.clusters import LEADER
 from flash_mask_cute.core.warp_scan import WARP
 
 ROWS = 128
@@ -34,8 +35,6 @@ ROLLED_STEPS = 4
 # the address of lane 16 of column 0. An accumulator of 64 rows has lanes 0 to 15 of each 32, or,
 # from there on, lanes 16 to 31 (PTX ISA, data path layout F; CUTLASS interleaves two of them)
 HALF_LANES = 16 << 16
-# rank in its cluster of the CTA that issues products
-LEADER = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ class Group:
 
     @property
     def cluster(self) -> tuple[int, int, int] | None:
-        """The cluster shape of the launch."""
         return (self.size, 1, 1) if self.is_pair else None
 
     @property
@@ -98,13 +96,9 @@ class Group:
         return cpasync.CopyBulkTensorTileG2SOp(self.kind)
 
     def rank(self) -> int | Int32:
-        """Rank of this CTA in the group."""
-        if not self.is_pair:
-            return LEADER
-        return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return clusters.rank() if self.is_pair else LEADER
 
     def is_leader(self) -> Boolean:
-        """Whether this CTA issues the products."""
         return Boolean(self.rank() == LEADER)
 
     def meet(self) -> None:
@@ -113,21 +107,18 @@ class Group:
             self.sync()
 
     def sync(self) -> None:
-        """Wait until all threads of the group have arrived."""
         if self.is_pair:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            clusters.sync()
         else:
             cute.arch.sync_threads()
 
     def allocate(self, address: cute.Pointer) -> None:
-        """Run by one warp of each CTA, after `meet`: allocate all of its TMEM; no other kernel may
-        have any. The other threads of the CTA wait for it."""
+        """Allocate all TMEM of a CTA; no other kernel may have any. By a warp, after `meet`."""
         cute.arch.alloc_tmem(NUM_COLUMNS, address, is_two_cta=self.is_pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.is_pair)
 
     def free(self) -> None:
-        """Run by the allocating warps when all threads of the group are done."""
+        """By the allocating warps, when all threads of the group are done."""
         cute.arch.dealloc_tmem(column(0), NUM_COLUMNS, is_two_cta=self.is_pair)
 
     @cute.jit
@@ -138,6 +129,17 @@ class Group:
                 tcgen05.commit(barrier, (1 << self.size) - 1, self.kind)
             else:
                 tcgen05.commit(barrier)
+
+
+def make_mma(
+    dtype: type[cutlass.Numeric],
+    majors: tuple[OperandMajorMode, OperandMajorMode],
+    kind: tcgen05.CtaGroup,
+    shape: tuple[int, int],
+    source: tcgen05.OperandSource = tcgen05.OperandSource.SMEM,
+) -> cute.TiledMma:
+    """majors: of operands A and B. shape: (rows of all CTAs, columns). source: of A."""
+    return blackwell.make_trivial_tiled_mma(dtype, dtype, *majors, Float32, kind, shape, source)
 
 
 def accumulator(mma: cute.TiledMma, shape: tuple[int, int], first: int | Int32) -> cute.Tensor:
@@ -212,9 +214,8 @@ def issue(
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
 
 
-# By rule the last wait before work in TMEM and the first arrival behind it have a fence between,
-# whatever the barrier is for: a fence is no instruction of the machine, and the rule can be checked
-# in the text of a kernel.
+# By rule a fence follows the last wait before work in TMEM, and another one precedes the first
+# arrival behind it, whatever the barrier is for. A fence is no instruction of the machine.
 
 
 def fence_after_wait() -> None:
@@ -245,9 +246,8 @@ def load_columns(first: int | Int32, count: int, thread: Int32) -> cute.Tensor:
 
 
 def load_half_lanes(first: int | Int32, count: int, thread: Int32) -> cute.Tensor:
-    """(1, count / 2) fp32 values of an accumulator of 64 rows, starting at a column of its first
-    lane; valid after `wait_loads`. Threads 0 to 15 of a warp get the first half of the columns of
-    16 rows, and threads 16 to 31 the other half."""
+    """(1, count / 2) fp32 values of an accumulator of 64 rows, as `load_columns`. Threads 0 to 15
+    of a warp get the first half of the columns of 16 rows, and threads 16 to 31 the other half."""
     source = primitives.TmemAddr(Int32(first) + (thread // WARP * WARP << 16)).as_ptr(Int32)
     loaded = primitives.tcgen05_ld("16x32bx2", source, num=count // 2, offset=count // 2)
     words = cute.make_rmem_tensor((1, count // 2), Int32)

@@ -61,6 +61,7 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_lists import QueryLists
 from flash_mask_cute.core.query_loads import BwdOperands
 from flash_mask_cute.core.row_blocks import RowBlocks
+from flash_mask_cute.core.score_gradients import BwdScoreArgs
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import (
@@ -82,7 +83,7 @@ from flash_mask_cute.rules.mask_rules import (
 from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits, send_walks
 from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import wgmma
-from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, make_chain
+from flash_mask_cute.sm90.flash_bwd_chain import make_chain
 from flash_mask_cute.sm90.flash_bwd_diagonals import diagonal_sums, make_bits_and_sums
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
@@ -413,9 +414,8 @@ class FlashAttentionBackwardSm90:
                     claims_first=self.deterministic,
                     entries_first=self.entries_first,
                 )
-                rules = self._rules(masks, lengths, group, query_lists).with_tile_n(
-                    traits.cluster_tile_n
-                )
+                rules = self._rules(masks, lengths, group, query_lists)
+                rules = rules.for_tiles(tile_n=traits.cluster_tile_n)
                 rings = (channels.ring, channels.walk)
                 if const_expr(traits.by_query_lists):
                     send_token_walks(scheduler, rules, lengths, *rings)
@@ -456,7 +456,16 @@ class FlashAttentionBackwardSm90:
         self, masks: MaskArgs, lengths: Lengths, group: Int32, query_lists: QueryLists | None
     ) -> BackwardMask:
         if query_lists is not None:
-            return TokenMask.create_by_query_lists(self, wgmma.COLUMNS, masks, lengths, query_lists)
+            return TokenMask.from_kernel(
+                self,
+                wgmma.COLUMNS,
+                masks,
+                lengths,
+                group=Int32(1),
+                is_ordered=False,
+                lists=query_lists,
+                by_head=self.masks_by_head,
+            )
         own_keys = wgmma.ROWS_PER_WARPGROUP if self.traits.lists_per_warpgroup else None
         of_tiles = self.traits.cta_pair, own_keys
         return BackwardMask.create(self, wgmma.COLUMNS, masks, lengths, group, *of_tiles)

@@ -1,13 +1,13 @@
 """The processing of scores in the Hopper backward, and where gradients of aux tensors are made."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.lengths import Lengths
-from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.core.score_gradients import BwdScoreArgs
 from flash_mask_cute.mods.diagonals import UniformDiagonals
 from flash_mask_cute.mods.difference_sums import DifferenceSums, summed_reads
 from flash_mask_cute.mods.line_sums import Line, line_groups, line_reads
@@ -20,21 +20,6 @@ from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm90.line_sums import LINES
 from flash_mask_cute.sm90.warpgroups import Role
-
-
-class BwdScoreArgs(NamedTuple):
-    """Processing of the scores, and the tensors that the modifier reads and has gradients for.
-    aux_grads: of each wanted tensor, the sums of its gradient (`AuxSums`)."""
-
-    scales: ScoreScales
-    aux_tensors: Any
-    aux_grads: tuple | None
-
-    def of(self, wants_aux: tuple[int, ...], wanted: tuple[int, ...]) -> "BwdScoreArgs":
-        """With the sums of some of the wanted tensors only."""
-        assert self.aux_grads is not None
-        pairs = zip(wants_aux, self.aux_grads, strict=True)
-        return self._replace(aux_grads=tuple(x for i, x in pairs if i in wanted))
 
 
 def make_chain(

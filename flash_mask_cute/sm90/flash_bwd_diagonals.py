@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass._mlir.dialects import arith
 
+from flash_mask_cute.core.score_gradients import BwdScoreArgs
 from flash_mask_cute.core.walk_ring import Block, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods.difference_sums import (
@@ -33,7 +34,7 @@ from flash_mask_cute.mods.difference_sums import (
 from flash_mask_cute.mods.line_sums import next_cut
 from flash_mask_cute.mods.read_analysis import analyse_reads
 from flash_mask_cute.mods.read_classes import Cut
-from flash_mask_cute.sm90.flash_bwd_chain import BwdScoreArgs, words_of_warp
+from flash_mask_cute.sm90.flash_bwd_chain import words_of_warp
 from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits, Channels
 from flash_mask_cute.sm90.warpgroups import Role
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP

@@ -195,6 +195,28 @@ def test_explain_says_how_pages_are_copied(
     assert rows.pages == "" and "pages" not in str(rows)
 
 
+def test_explain_takes_cache_seqlens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of `flash_attn_with_kvcache` for seqused_k, an int or a tensor."""
+    monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: ({}, {}))
+    q = torch.zeros(2, 1, 8, 64, dtype=torch.bfloat16)
+    pool = torch.zeros(6, 64, 2, 64, dtype=torch.bfloat16)
+    pages = {"page_table": int32(2, 0, 1, 3, 5, 4).view(2, 3)}
+    for k, where, rows in ((pool, pages, 192), (pool[:2], {}, 64)):
+        expected = explain(q, k, k, **where, seqused_k=int32(50, 50))
+        assert explain(q, k, k, **where, cache_seqlens=50) == expected
+        assert explain(q, k, k, **where, cache_seqlens=int32(50, 50)) == expected
+        assert explain(q, k, k, **where) != expected
+        for wrong in (rows + 1, int32(50, rows + 1)):
+            with pytest.raises(ValueError, match=f"cache_seqlens .* {rows} rows .* got {rows + 1}"):
+                explain(q, k, k, **where, cache_seqlens=wrong)
+    with pytest.raises(TypeError, match="cache_seqlens must be an int, .* got 5.0"):
+        explain(q, k, k, cache_seqlens=5.0)
+    with pytest.raises(ValueError, match="seqused_k and cache_seqlens|cache_seqlens and seqused_k"):
+        explain(q, k, k, cache_seqlens=5, seqused_k=int32(5, 5))
+    with pytest.raises(ValueError, match="leftpad_k goes with seqused_k"):
+        explain(q, pool, pool, **pages, cache_seqlens=50, leftpad_k=int32(1, 1))
+
+
 @pytest.mark.parametrize("size", [-1e30, 0.0, 3e7])
 def test_weights_of_combined_parts_sum_to_1(size: float) -> None:
     """Also where LSE in fp32 does not hold how many parts there are."""

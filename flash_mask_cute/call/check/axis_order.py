@@ -24,8 +24,8 @@ def hint(name: str, shape: tuple[int, ...]) -> str:
 
 
 def warn_if_transposed(q: tuple[int, ...], k: tuple[int, ...], is_paged: bool) -> None:
-    """Emit a UserWarning if q, k and v look transposed, once per process. k: also the shape of v,
-    but for head_dim. is_paged: its rows are those of a page."""
+    """Emit a UserWarning if q, k and v look transposed, once per process. is_paged: the rows of k
+    are those of a page."""
     advice = hint("q", q) or hint("k", k)
     if not advice and not is_paged and _is_unusual(q) and _is_unusual(k):
         advice = _advice("q", q)

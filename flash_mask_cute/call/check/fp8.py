@@ -21,16 +21,16 @@ NO_GRADIENTS = "there are no gradients over keys and values in float8_e4m3fn"
 
 
 def check_fp8(call: AttentionCall) -> bool:
-    """Whether k and v of a call, which are tensors, are in fp8. If they are, or look so, check
-    their dtypes and what is beside them. Raises TypeError, ValueError, NotImplementedError, naming
-    argument and value."""
+    """Whether k and v of a call are in fp8. If they are, or look so, check their dtypes and the
+    arguments beside them. Raises TypeError, ValueError, NotImplementedError, naming argument and
+    value."""
     x, of, scales = call.tensors, call.tensors.lengths, call.tensors.optional
     given = {"k": x.k, "v": x.v}
     for name, tensor in given.items():
         refuse_other_format(name, tensor, x.q.dtype)
     if x.k.dtype != FP8 and x.v.dtype != FP8:
         for name, descale in (("k", scales.k_descale), ("v", scales.v_descale)):
-            refuse_scale(f"{name}_descale", descale, name, given[name])
+            refuse_scale(descale, name, given[name])
         return False
     if call.direction is Direction.BACKWARD:
         raise NotImplementedError(f"{NO_GRADIENTS}, got k in {x.k.dtype} and v in {x.v.dtype}")
@@ -56,12 +56,12 @@ def check_fp8(call: AttentionCall) -> bool:
     return True
 
 
-def refuse_scale(name: str, descale: object, of: str, tensor: Tensor) -> None:
-    """Refuse a scale of a tensor, by name `of`, that is not in float8_e4m3fn. Raises ValueError,
-    naming the scale."""
+def refuse_scale(descale: object, of: str, tensor: Tensor) -> None:
+    """Refuse a scale of a tensor in another format. of: the tensor's name, k or v first. Raises
+    ValueError, naming the scale."""
     if descale is not None and tensor.dtype != FP8:
         raise ValueError(
-            f"{name} is a scale of {of} in float8_e4m3fn, and must be None beside {of} in "
+            f"{of[0]}_descale is a scale of {of} in float8_e4m3fn, and must be None beside {of} in "
             f"{tensor.dtype}, got {brief(descale)}"
         )
 
@@ -69,29 +69,22 @@ def refuse_scale(name: str, descale: object, of: str, tensor: Tensor) -> None:
 def refuse_other_format(name: str, tensor: Tensor, dtype_of_q: torch.dtype) -> None:
     """Refuse keys or values in what somebody may take for float8_e4m3fn. Raises TypeError, naming
     the tensor and its dtype."""
-    if _is_other_fp8(tensor.dtype) and tensor.dtype != dtype_of_q:
-        raise TypeError(
-            f"{name} must be in float8_e4m3fn, or have the dtype of q ({dtype_of_q}), got "
-            f"{tensor.dtype}" + _advice(tensor.dtype)
-        )
-
-
-def _is_other_fp8(dtype: torch.dtype) -> bool:
-    """Whether this is what somebody may take for float8_e4m3fn."""
-    return dtype in _OTHER_BYTES or (
-        dtype.itemsize == 1 and dtype.is_floating_point and dtype != FP8
+    dtype = tensor.dtype
+    is_other_fp8 = dtype.itemsize == 1 and dtype.is_floating_point and dtype != FP8
+    if dtype == dtype_of_q or not (is_other_fp8 or dtype in _OTHER_BYTES):
+        return
+    advice = ", which is another format"
+    if dtype in _OTHER_BYTES:
+        advice = ": if these are its codes, pass tensor.view(torch.float8_e4m3fn)"
+    raise TypeError(
+        f"{name} must be in float8_e4m3fn, or have the dtype of q ({dtype_of_q}), got "
+        f"{dtype}{advice}"
     )
 
 
-def _advice(dtype: torch.dtype) -> str:
-    if dtype in _OTHER_BYTES:
-        return ": if these are its codes, pass tensor.view(torch.float8_e4m3fn)"
-    return ", which is another format"
-
-
 def check_rows(name: str, tensor: Tensor) -> None:
-    """Check that each row of a head of a tensor in fp8 begins at a multiple of 16 bytes. Raises
-    ValueError, naming the tensor."""
+    """Check that each row of a tensor in fp8 begins at a multiple of 16 bytes. Raises ValueError,
+    naming the tensor."""
     *extents, dim = tensor.shape
     *strides, last = tensor.stride()
     rule = f"{name} in float8_e4m3fn must have"
@@ -118,8 +111,7 @@ def check_rows(name: str, tensor: Tensor) -> None:
 
 def check_places(call: AttentionCall, batch: int) -> None:
     """Check the rows of keys and values in fp8, whose shapes are right, and their scales. Raises
-    TypeError, ValueError, naming the tensor; NotImplementedError: several sequences have the keys
-    of one batch entry."""
+    TypeError, ValueError, naming the tensor; NotImplementedError: sequences have common keys."""
     x, of = call.tensors, call.tensors.optional
     if x.have_shared_keys:
         raise NotImplementedError(
@@ -129,11 +121,13 @@ def check_places(call: AttentionCall, batch: int) -> None:
     for name, descale, cache in (("k", of.k_descale, x.k), ("v", of.v_descale, x.v)):
         check_rows(name, cache)
         if descale is not None:
-            check_descale(f"{name}_descale", descale, name, cache, batch)
+            check_descale(descale, name, cache, batch)
 
 
-def check_descale(name: str, descale: object, of: str, cache: Tensor, batch: int) -> None:
-    """Check a scale, which is for `cache`, by name `of`, of 4 dimensions."""
+def check_descale(descale: object, of: str, cache: Tensor, batch: int) -> None:
+    """Check a scale of a cache of 4 dimensions. of: the cache's name, k or v first. Raises
+    TypeError, ValueError, naming the scale."""
+    name = f"{of[0]}_descale"
     check_tensor(name, descale)
     assert isinstance(descale, Tensor)
     if descale.dtype != torch.float32:

@@ -1,7 +1,7 @@
 """Unknown keywords of a public call: those of other libraries, and misspelt ones.
 
 Code that was written for another library often passes its defaults by keyword, such as
-`dropout_p=0.0`. Values that ask for nothing are accepted. They are no part of our signatures.
+`dropout_p=0.0`. Values that ask for nothing are accepted.
 
 A public call ends in `**unknown` and asks `if unknown:`, which costs some 20 ns. A wrapper that
 catches the TypeError of binding costs ten times that, and also catches those raised inside.
@@ -151,9 +151,7 @@ def know_keywords(call: str, names: Iterable[str]) -> None:
 
 def refuse_keywords(call: str, unknown: Mapping[str, object]) -> None:
     """Refuse all keywords but those of other libraries, or of other calls, that ask for nothing.
-
-    call: the name of a public call. Raises TypeError naming each keyword, its value, and what to
-    write instead."""
+    Raises TypeError naming each keyword, its value, and what to write instead."""
     refused = [name for name, value in unknown.items() if not _is_neutral(name, value)]
     if refused:
         found = (f"{name} (got {brief(unknown[name])}): {_instead(call, name)}" for name in refused)

@@ -25,9 +25,8 @@ class Cache(NamedTuple):
 
     k, v: (entries, rows, heads_kv, d), or pools of pages with page_table (entries, max_pages).
     seqlens: (batch,) int32, rows in use with padding, or None: all. leftpad: (batch,) int32, rows
-    of padding. batch_idx: (batch,) int32, entries of sequences. batch: sequences of the call.
-    device: that of q.
-    k_descale, v_descale: of k and v in fp8, (batch, heads_kv) or (entries, rows, heads_kv) fp32.
+    of padding. batch_idx: (batch,) int32, entries of sequences. device: that of q. k_descale,
+    v_descale: of k and v in fp8, (batch, heads_kv) or (entries, rows, heads_kv) fp32.
     """
 
     k: Tensor
@@ -59,15 +58,14 @@ def _capacity_of(k: Tensor, page_table: Tensor | None) -> int:
 
 
 class CacheView(NamedTuple):
-    """The form in which attention gets a cache: keys (batch, row, ...), or packed, or in pages, of
-    which kv_batch_idx and leftpad_k say where a sequence lies."""
+    """The form in which attention gets a cache: keys (batch, row, ...), or packed, or in pages."""
 
     k: Tensor
     v: Tensor
-    cu_seqlens_k: Tensor | None
-    seqused_k: Tensor | None
-    max_seqlen_k: int | None
-    page_table: Tensor | None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    max_seqlen_k: int | None = None
+    page_table: Tensor | None = None
     kv_batch_idx: Tensor | None = None
     leftpad_k: Tensor | None = None
     k_descale: Tensor | None = None
@@ -96,8 +94,8 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
 
 
 def refuse_given(accepted: tuple[Any, ...], **given: Any) -> None:
-    """Refuse known arguments that are supported only at their defaults. accepted: the values that
-    mean nothing, the default first. Raises NotImplementedError, naming argument and value."""
+    """Refuse arguments that are supported only at `accepted` values, the default first. Raises
+    NotImplementedError, naming argument and value."""
     for name, value in given.items():
         is_accepted = not isinstance(value, Tensor) and any(value is x for x in accepted)
         if not is_accepted and not (isinstance(value, int | float) and value in accepted):
@@ -125,8 +123,8 @@ def _check_length(length: int, capacity: int) -> None:
 
 
 def check_cache(cache: Cache, startend_row_indices: object) -> None:
-    """Refuse arguments that contradict each other, and errors that attention's checks would not
-    name. Raises TypeError, ValueError, NotImplementedError, naming argument and value."""
+    """Refuse arguments that contradict each other, and errors that attention's checks would report
+    by other names. Raises TypeError, ValueError, NotImplementedError, naming argument and value."""
     k, v = cache.k, cache.v
     for name, tensor in (("k_cache", k), ("v_cache", v)):
         check_tensor(name, tensor)
@@ -169,7 +167,7 @@ def _check_format(cache: Cache) -> None:
         )
     for name, tensor, descale in (("k", k, cache.k_descale), ("v", v, cache.v_descale)):
         if descale is not None and not (tensor.dtype == FP8 and isinstance(descale, Tensor)):
-            refuse_scale(f"{name}_descale", descale, f"{name}_cache", tensor)
+            refuse_scale(descale, f"{name}_cache", tensor)
             check_tensor(f"{name}_descale", descale)
 
 
@@ -198,14 +196,14 @@ def check_contents(cache: Cache) -> None:
 
 
 def refuse_gradients(reason: str, tensors: Tensors, **more: Tensor | None) -> None:
-    """Raise NotImplementedError if autograd would record. reason: why gradients are unsupported;
-    tensors: of a call over the cache; more: other tensors by name."""
+    """Raise NotImplementedError if autograd would record. reason: why gradients are unsupported.
+    tensors, more: of a call over the cache, and others by name."""
     if not torch.is_grad_enabled():
         return
     x = tensors
     given = {"q": x.q, "k_cache": x.k, "v_cache": x.v, **more, "learnable_sink": x.learnable_sink}
     for name, tensor in given.items():
-        # what is no tensor is refused by its check
+        # others are refused by their checks
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise NotImplementedError(
                 f"{name} requires grad, and {reason}: use torch.no_grad(), or detach it"
@@ -214,37 +212,30 @@ def refuse_gradients(reason: str, tensors: Tensors, **more: Tensor | None) -> No
 
 def view_of(cache: Cache, total: Tensor | None) -> CacheView:
     """The view of a cache. total: keys of each sequence without padding, if new ones were written;
-    None: as the cache has them."""
+    None: cache.seqlens with padding."""
     used = cache.seqlens if total is None else total
-    in_fp8 = cache.k.dtype == FP8
-    descales = cache.k_descale, cache.v_descale
-    if cache.leftpad is None and cache.batch_idx is None:
+    in_fp8, in_order = cache.k.dtype == FP8, cache.leftpad is None and cache.batch_idx is None
+    if in_order:
         if in_fp8 and used is None:
-            shape, device = (cache.batch,), cache.k.device
-            used = torch.full(
-                shape, _capacity_of(cache.k, cache.page_table), dtype=torch.int32, device=device
-            )
-        return CacheView(
-            cache.k, cache.v, None, used, None, cache.page_table, None, None, *descales
-        )
-    if total is None and (cache.leftpad is not None or cache.page_table is None):
-        if used is None:
-            shape, device = (cache.batch,), cache.k.device
-            used = torch.full(shape, cache.capacity, dtype=torch.int32, device=device)
+            used = _all_rows(cache)
+    elif total is None and (cache.leftpad is not None or cache.page_table is None):
+        used = _all_rows(cache) if used is None else used
         if cache.leftpad is not None:
             used = used - cache.leftpad
-    if cache.page_table is None and in_fp8:
+    if in_fp8 and cache.page_table is None and not in_order:
         # not packed, as below, because scales of packed keys could be those of sequences or rows
         cache = _as_pages(cache)
-        descales = cache.k_descale, cache.v_descale
-    if cache.page_table is not None:
-        where = cache.page_table, cache.batch_idx, cache.leftpad
-        return CacheView(cache.k, cache.v, None, used, None, *where, *descales)
+    view = CacheView(
+        *(cache.k, cache.v, None, used, None, cache.page_table, cache.batch_idx, cache.leftpad),
+        *(cache.k_descale, cache.v_descale),
+    )
+    if in_order or cache.page_table is not None:
+        return view
+    view = replaced(view, kv_batch_idx=None, leftpad_k=None)
     entries, rows = cache.k.shape[:2]
     if cache.k.device.type == "cpu":
-        k, v = (_gathered(x, cache) for x in (cache.k, cache.v))
-        return CacheView(k, v, None, used, None, None, None, None, *descales)
-    # Every entry begins somewhere in one packed tensor, and its length is told.
+        return replaced(view, k=_gathered(cache.k, cache), v=_gathered(cache.v, cache))
+    # Every entry begins somewhere in one packed tensor, and seqused_k gives its length.
     _refuse_gaps(cache)
     starts = cache.batch_idx
     if starts is None:
@@ -254,7 +245,13 @@ def view_of(cache: Cache, total: Tensor | None) -> CacheView:
         starts = starts + cache.leftpad
     starts = torch.nn.functional.pad(starts, (0, 1), value=entries * rows)
     k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-    return CacheView(k, v, starts, used, rows, None, None, None, *descales)
+    return replaced(view, k=k, v=v, cu_seqlens_k=starts, max_seqlen_k=rows)
+
+
+def _all_rows(cache: Cache) -> Tensor:
+    """The lengths of sequences that have all rows."""
+    rows = _capacity_of(cache.k, cache.page_table)
+    return torch.full((cache.batch,), rows, dtype=torch.int32, device=cache.k.device)
 
 
 def _as_pages(cache: Cache) -> Cache:

@@ -95,8 +95,8 @@ def check_lengths(
 
 
 def check_index_vector(name: str, value: object, device: torch.device) -> None:
-    """Check the common properties of cu_seqlens, seqused and the like: int32, 1-D, contiguous, on
-    `device`. Raises TypeError, ValueError, naming what it is."""
+    """Check a vector of lengths or indices: int32, 1-D, contiguous, on `device`. Raises TypeError,
+    ValueError, naming what it is."""
     check_tensor(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype != torch.int32:
@@ -109,16 +109,15 @@ def check_index_vector(name: str, value: object, device: torch.device) -> None:
 
 
 def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Check an int32 vector of the starts of packed sequences, without its contents. Raises
-    TypeError, ValueError, naming what it is."""
+    """Check the starts of packed sequences, without their contents. Raises as
+    `check_index_vector`."""
     check_index_vector(name, value, device)
     if len(value) == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")
 
 
 def check_batch_vector(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
-    """Check an int32 vector with one number for each sequence. Raises TypeError, ValueError, naming
-    what it is."""
+    """Check a vector with a number for each sequence. Raises as `check_index_vector`."""
     check_index_vector(name, value, device)
     if len(value) != batch:
         raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")

@@ -1,11 +1,9 @@
-"""Check that a mask has a row for each query of a call, and find that row.
+"""Check that a mask has a row for each query of a call.
 
 Column intervals and block lists count rows of the mask. Row 0 need not be the first query of the
-call. For example, a decode step has one query, which is the last row of the mask that a model was
-trained with. So a call is refused unless its rows are known: the mask was made for the call's
-number of queries, or nothing could come before the first query, or `q_start` gives its position.
-
-Shapes alone decide. Contents of `cu_seqlens_*` and `seqused_*` are not read.
+call: a decode step has one query, which is the last row of the mask that a model was trained with.
+So a call is refused unless its rows are known: the mask was made for the call's number of queries,
+or nothing could come before the first query, or `q_start` gives its position. Shapes alone decide.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.check.lengths import check_batch_vector
+from flash_mask_cute.call.problem import FwdShapes
 from flash_mask_cute.masks.column_mask import ANY, ColumnMask
 from flash_mask_cute.masks.q_start import QStart, check_position
 
@@ -32,9 +31,9 @@ JOIN_MASKS = (
 
 
 def check_q_starts(q_starts: Tensor, batch: int, device: torch.device) -> None:
-    """Check the argument q_start if it is a tensor. A CUDA tensor is not read. Raises TypeError: it
-    is not int32; ValueError: it is not (batch,), it is on another device than q, or a position is
-    too far from 0."""
+    """Check the argument q_start, if it is a tensor. Raises TypeError: it is not int32; ValueError:
+    it is not (batch,), it is on another device than q, or a position (of a CPU tensor) is too far
+    from 0."""
     check_batch_vector("q_start", q_starts, batch, device)
     if q_starts.device.type == "cpu":
         for position in q_starts.tolist():
@@ -42,28 +41,30 @@ def check_q_starts(q_starts: Tensor, batch: int, device: torch.device) -> None:
 
 
 class CallExtents(NamedTuple):
-    """A call's lengths: the fields of `FwdShapes`, and `q_start`. packs_q, packs_k: whether
-    sequences are packed (cu_seqlens)."""
+    """A call's lengths, whether its sequences are packed (cu_seqlens), and where its queries
+    begin."""
 
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    total_q: int
-    total_k: int
+    shapes: FwdShapes
     packs_q: bool
     packs_k: bool
     q_start: QStart
 
+    @property
+    def total_k(self) -> int:
+        """Keys that several sequences have in common count for each."""
+        of = self.shapes
+        return of.total_k if self.packs_k else of.batch * of.seqlen_k
+
     def check_columns(self, value: Tensor | ColumnMask) -> None:
         """Refuse column intervals whose rows are not, or may not be, the call's queries.
 
-        value: a mask with the call's number of keys. Raises ValueError naming the extents of the
-        mask and of the call."""
+        Raises ValueError naming the extents of the mask and of the call."""
+        of = self.shapes
         rows = value.seqlen_q if isinstance(value, ColumnMask) else None
-        if rows == ANY or not self.total_q:
+        if rows == ANY or not of.total_q:
             return
         if rows is None:
-            if self.total_q < self.total_k and not self.q_start.is_given:
+            if of.total_q < self.total_k and not self.q_start.is_given:
                 made = ""
                 if self.packs_k or not self.packs_q:
                     made = (
@@ -77,45 +78,43 @@ class CallExtents(NamedTuple):
             return
         assert isinstance(value, ColumnMask)
         made_for = f"{_COLUMNS} was made for {value.extents}"
-        if self.packs_k and belongs_to_one(value, self.batch):
+        if self.packs_k and belongs_to_one(value, of.batch):
             raise ValueError(
-                f"{made_for}, one sequence, and cu_seqlens_k packs {self.batch} of them ({self}), "
+                f"{made_for}, one sequence, and cu_seqlens_k packs {of.batch} of them ({self}), "
                 f"{JOIN_MASKS}, here {self._rows_of_call}"
             )
         # of packed queries some sequences can have fewer than that, and others more
-        all_rows = int(rows) if self.packs_k and self.packs_q else self.batch * int(rows)
+        all_rows = int(rows) if self.packs_k and self.packs_q else of.batch * int(rows)
         # queries before row 0 need no row
-        is_more = self.total_q > all_rows and not (self.q_start.number or 0) < 0
+        is_more = of.total_q > all_rows and not (self.q_start.number or 0) < 0
         if is_more or self._known_end(packed_end=None) > rows:
             raise ValueError(f"{made_for}, and does not cover this call ({self}{self._start_text})")
-        if self.total_q < all_rows and not self.q_start.is_given:
+        if of.total_q < all_rows and not self.q_start.is_given:
             self._refuse_part(made_for)
 
     @property
     def _rows_of_call(self) -> int:
         """What `ColumnMask.seqlen_q` is for a mask with a row for each query of this call."""
-        return self.total_q if self.packs_q and self.packs_k else self.seqlen_q
+        return self.shapes.total_q if self.packs_q and self.packs_k else self.shapes.seqlen_q
 
     def check_lists(self, seqlens: Any) -> None:
         """Refuse block lists whose rows are not, or may not be, the call's queries.
 
-        seqlens: the (queries, keys) that they were made for; None: given by the number of blocks.
-        That number is checked elsewhere, so they differ by less than a block. Raises TypeError,
+        seqlens: the (queries, keys) that they were made for; None: not known. Raises TypeError,
         ValueError: seqlens is no pair of lengths; else as `check_columns`."""
         if seqlens is None:
             return
-        rows, keys = _as_lengths(seqlens)
+        of, (rows, keys) = self.shapes, _as_lengths(seqlens)
         made_for = f"{_LISTS} was made for {rows} queries x {keys} keys"
-        if max(self.seqlen_q, self._known_end(packed_end=self.seqlen_q)) > rows or (
-            keys < self.seqlen_k
-        ):
-            longest = ""
-            if self.packs_q or self.packs_k:
-                longest = f": sequences of up to {self.seqlen_q} queries and {self.seqlen_k} keys"
-            given = f"{self}{self._start_text}"
-            raise ValueError(f"{made_for}, and does not cover this call ({given}){longest}")
         varies = self.packs_q or self.packs_k
-        if rows > self.seqlen_q < self.seqlen_k and not self.q_start.is_given and not varies:
+        end = max(of.seqlen_q, self._known_end(packed_end=of.seqlen_q))
+        if end > rows or keys < of.seqlen_k:
+            longest = f": sequences of up to {of.seqlen_q} queries and {of.seqlen_k} keys"
+            given = f"{self}{self._start_text}"
+            raise ValueError(
+                f"{made_for}, and does not cover this call ({given}){longest if varies else ''}"
+            )
+        if rows > of.seqlen_q < of.seqlen_k and not self.q_start.is_given and not varies:
             self._refuse_part(made_for)
 
     def _refuse_part(self, made_for: str) -> None:
@@ -126,7 +125,7 @@ class CallExtents(NamedTuple):
     def _known_end(self, packed_end: int | None) -> int:
         """One past the last mask row that a sequence certainly reaches, by shapes; 0 if shapes do
         not show it. packed_end: the queries of a packed sequence, if known."""
-        number, seqlen_q = self.q_start.number, packed_end if self.packs_q else self.seqlen_q
+        number, seqlen_q = self.q_start.number, packed_end if self.packs_q else self.shapes.seqlen_q
         return 0 if number is None or seqlen_q is None else int(number) + seqlen_q
 
     @property
@@ -134,11 +133,12 @@ class CallExtents(NamedTuple):
         return f" from position {self.q_start.number} on" if self.q_start.number else ""
 
     def __str__(self) -> str:
-        queries, keys = f"{self.seqlen_q} queries", f"{self.seqlen_k} keys"
+        of = self.shapes
+        queries, keys = f"{of.seqlen_q} queries", f"{of.seqlen_k} keys"
         if self.packs_q:
-            queries = f"{self.total_q} queries in {self.batch} sequences"
+            queries = f"{of.total_q} queries in {of.batch} sequences"
         if self.packs_k:
-            keys = f"{self.total_k} keys in {self.batch} sequences"
+            keys = f"{self.total_k} keys in {of.batch} sequences"
         return f"{queries} x {keys}"
 
 

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from flash_mask_cute.call.arguments import CallLengths, OptionalTensors
 from flash_mask_cute.call.check.lengths import check_batch_vector, check_index_vector
 from flash_mask_cute.limits import LEAST_BOX, MAX_PAGE_SIZE
 from flash_mask_cute.runtime.checks import brief, check_device, check_tensor
@@ -28,11 +29,8 @@ def paged_shape(
 
 
 def page_box_of(page_size: int, tile_n: int, has_leftpad: bool = False) -> int:
-    """Keys that kernels with tile_n keys per tile read from such pages at a time.
-
-    These are the keys that lie side by side in each page, wherever a tile begins. With padding a
-    sequence begins anywhere in a page.
-    """
+    """Keys that lie side by side in a page wherever a tile of tile_n keys begins, which kernels
+    read at a time. With padding a sequence begins anywhere in a page."""
     return 1 if has_leftpad else math.gcd(page_size, tile_n)
 
 
@@ -50,7 +48,7 @@ def describe_pages(page_size: int, page_box: int, tile_n: int) -> str:
 
 
 def check_page_table(k: Tensor, page_table: object) -> None:
-    """Check a page table, without its contents, and the pages of a pool of 4 dimensions. Raises
+    """Check a page table, without its contents, and the page size of a pool of 4 dimensions. Raises
     TypeError or ValueError, naming argument and value."""
     check_tensor("page_table", page_table)
     assert isinstance(page_table, Tensor)
@@ -69,16 +67,15 @@ def check_page_table(k: Tensor, page_table: object) -> None:
         )
 
 
-def check_pages(
-    k: Tensor,
-    page_table: object,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    kv_batch_idx: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-) -> None:
-    """Check a page table against the pools of k and v, whose equal shapes are known, and where
-    sequences lie in it. Raises TypeError or ValueError, naming argument and value."""
+def check_pages(k: Tensor, lengths: CallLengths, optional: OptionalTensors) -> None:
+    """Check a page table against the pool of k, and where sequences lie in it. Raises TypeError or
+    ValueError, naming argument and value."""
+    page_table, cu_seqlens_k, seqused_k = (
+        lengths.page_table,
+        lengths.cu_seqlens_k,
+        lengths.seqused_k,
+    )
+    kv_batch_idx, leftpad_k = optional.kv_batch_idx, optional.leftpad_k
     check_page_table(k, page_table)
     assert isinstance(page_table, Tensor)
     if cu_seqlens_k is not None:
@@ -105,8 +102,8 @@ def check_pages(
 
 
 def refuse_without_pages(**where: object) -> None:
-    """Refuse arguments that say where sequences lie in a page table, if there is none. Raises
-    ValueError, naming the argument."""
+    """Refuse arguments that say where sequences lie in a page table. Raises ValueError, naming the
+    argument."""
     for name, given in where.items():
         if given is not None:
             raise ValueError(f"{name} needs page_table, got {brief(given)} and page_table None")

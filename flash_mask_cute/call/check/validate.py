@@ -93,22 +93,8 @@ def check_dense(
 
 def check_inputs(call: AttentionCall) -> FwdShapes:
     """Check the arguments of a call of either direction, and return the extents of the problem.
-
-    Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim),
-    v (batch, seqlen_k, heads_kv, head_dim_v); with cu_seqlens_q, q is (total_q, heads_q, head_dim);
-    with cu_seqlens_k, k and v are (total_k, heads_kv, ...); without it, beside cu_seqlens_q, they
-    may be (1, seqlen_k, heads_kv, ...) for all sequences. With page_table, int32 (batch,
-    max_pages), they are pools (pages, page_size, heads_kv, ...), and seqlen_k is max_pages *
-    page_size; kv_batch_idx and leftpad_k are int32 (batch,), and a table with kv_batch_idx has any
-    number of rows. cu_seqlens_* are int32 (batch + 1,), seqused_* int32 (batch,), learnable_sink
-    (heads_q,), out like q with head_dim_v, lse, lse_low and max_scores fp32 (batch, heads_q,
-    seqlen_q) or, with cu_seqlens_q, (heads_q, total_q); lse and lse_low may be fp64 beside q in
-    fp64. startend_row_indices (batch or 1, heads, seqlen_k, n), with cu_seqlens_k (1, heads,
-    total_k, n), heads 1, heads_kv or heads_q.
-
-    In a backward dout is like out; lse, lse_low and dlse have any strides; dq, dk, dv are like q,
-    k, v; dsink is like learnable_sink; daux has an entry for each aux tensor, None or a tensor like
-    it. Raises TypeError, ValueError, NotImplementedError; see the module docstring."""
+    Shapes are those of `_flash_attn_fwd` and `_flash_attn_bwd`; with page_table, seqlen_k is
+    max_pages * page_size. Raises TypeError, ValueError, NotImplementedError; see the module."""
     refuse_jit_trace()
     x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
     of, optional = x.lengths, x.optional
@@ -125,11 +111,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
     )
     shape_k = tuple(x.k.shape)
     if of.page_table is not None:
-        check_pages(
-            x.k,
-            *(of.page_table, of.cu_seqlens_k, of.seqused_k),
-            *(optional.kv_batch_idx, optional.leftpad_k),
-        )
+        check_pages(x.k, of, optional)
         shape_k = paged_shape(x.k, of.page_table, optional.kv_batch_idx)
     else:
         refuse_without_pages(kv_batch_idx=optional.kv_batch_idx, leftpad_k=optional.leftpad_k)
@@ -150,18 +132,8 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
         _check_fixed_splits(call, options.seqlen_k_per_split, shapes.seqlen_k)
     if x.learnable_sink is not None:
         _check_learnable_sink(x.learnable_sink, shapes.heads_q, device)
-    extents = CallExtents(
-        batch=shapes.batch,
-        seqlen_q=shapes.seqlen_q,
-        seqlen_k=shapes.seqlen_k,
-        total_q=shapes.total_q,
-        # keys that several sequences have in common count for each
-        total_k=shapes.total_k if keys.is_packed else shapes.batch * shapes.seqlen_k,
-        packs_q=queries.is_packed,
-        packs_k=keys.is_packed,
-        q_start=options.q_start,
-    )
-    _check_masks(call, keys, shapes, extents)
+    packs = queries.is_packed, keys.is_packed
+    _check_masks(call, keys, CallExtents(shapes, *packs, options.q_start))
     if call.direction is Direction.FORWARD:
         _check_outputs(call, shapes, masks.score_mod)
     else:
@@ -172,13 +144,13 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
 
 
 def _check_beside_causal_per_seq(call: AttentionCall) -> None:
-    """Refuse what a call has not whose sequences differ in being causal."""
+    """Refuse arguments that do not go with sequences of which only some are causal."""
     left = call.options.window_size_left
     if call.direction is Direction.BACKWARD:
         given = brief(call.tensors.optional.causal_per_seq)
         raise NotImplementedError(f"{CAUSALS_HAVE_NO_GRADIENTS}, got {given}")
     if left is not None and left < 0:
-        # which of the sequences then see nothing, kernels do not find out
+        # kernels do not find out which of the sequences then see nothing
         raise NotImplementedError(
             f"window_size_left must be at least 0 beside causal as a tensor, got {left}"
         )
@@ -197,10 +169,8 @@ def _check_options(options: Options) -> None:
     _check_softcap(options.softcap)
 
 
-def _check_masks(
-    call: AttentionCall, keys: SideArguments, shapes: FwdShapes, extents: CallExtents
-) -> None:
-    masks, device = call.masks or NO_MASKS, call.tensors.q.device
+def _check_masks(call: AttentionCall, keys: SideArguments, extents: CallExtents) -> None:
+    masks, device, shapes = call.masks or NO_MASKS, call.tensors.q.device, extents.shapes
     check_mod("score_mod", masks.score_mod)
     check_mod("mask_mod", masks.mask_mod)
     if masks.aux_tensors is not None:
@@ -264,8 +234,8 @@ def refuse_transforms(but_functionalize: bool = False) -> None:
 
 
 def check_num_splits(num_splits: int) -> None:
-    """Check the number of splits in which work is computed. Raises TypeError: num_splits is no int;
-    ValueError: num_splits is negative, or too large."""
+    """Check the number of splits. Raises TypeError: it is no int; ValueError: it is negative, or
+    too large."""
     if type(num_splits) is int and 0 <= num_splits <= 1:
         return  # isinstance of an abstract class takes three times as long
     if not 0 <= check_int("num_splits", num_splits, "an int") <= MOST_SPLITS:
@@ -288,7 +258,7 @@ def _check_fixed_splits(call: AttentionCall, seqlen_k_per_split: int, seqlen_k: 
     Raises TypeError or ValueError, naming argument and value."""
     check_split_keys(seqlen_k_per_split)
     if call.masks is not None and isinstance(call.masks.block_sparse_tensors_torch, SelectedBlocks):
-        # what a row's neighbours chose decides about the order of its sums
+        # the order of a row's sums would depend on the blocks that its neighbours chose
         raise NotImplementedError(
             f"seqlen_k_per_split={seqlen_k_per_split} is not supported together with "
             "block_sparse_tensors as SelectedBlocks"
@@ -311,9 +281,8 @@ def check_gradient_settings(
     deterministic: bool, score_mod_bwd: Callable[..., Any] | None, score_mod: object
 ) -> None:
     """Refuse invalid settings of a backward. It is cheap, because every call of a public function
-    runs it. `check_mod` checks whether a kernel can be made of score_mod_bwd. Raises TypeError:
-    deterministic is no bool, or score_mod_bwd neither None nor callable; ValueError: score_mod_bwd
-    without score_mod."""
+    runs it. Raises TypeError: deterministic is no bool, or score_mod_bwd neither None nor callable;
+    ValueError: score_mod_bwd without score_mod."""
     check_bool("deterministic", deterministic)
     if score_mod_bwd is None:
         return
@@ -336,8 +305,7 @@ def check_differentiable_by_aux(reason: str, score_mod_bwd: Callable[..., Any] |
 
 
 def refuse_order(reason: str, unordered: str) -> NoReturn:
-    """Refuse a fixed order of sums. reason: why gradients of aux tensors are wanted. unordered: why
-    they have none."""
+    """Refuse a fixed order of sums. reason, unordered: as in `settle_order`."""
     raise NotImplementedError(
         f"{reason}, but {unordered}: they are not supported with deterministic=True or "
         "torch.use_deterministic_algorithms(True); detach the tensor"
@@ -348,15 +316,13 @@ def settle_order(reason: str | None, unordered: str | None, deterministic: bool)
     """Whether sums have a fixed order: if `deterministic` or torch's setting asks for it.
 
     reason: why gradients of aux tensors are wanted, None if they are not. unordered: why these have
-    no fixed order, None if they have one. If not, torch's setting acts as for torch's own
-    functions: an error, or with warn_only a warning and any order. `deterministic` is always an
+    no fixed order, None if they have one. If they have none, torch's setting acts as for torch's
+    own functions: an error, or with warn_only a warning and any order. `deterministic` is always an
     error. Raises NotImplementedError as `refuse_order`."""
     by_torch = torch.are_deterministic_algorithms_enabled()
     if reason is None or unordered is None:
         return deterministic or by_torch
-    if deterministic:
-        refuse_order(reason, unordered)
-    if by_torch and not _only_warns(reason, unordered):
+    if deterministic or (by_torch and not _only_warns(reason, unordered)):
         refuse_order(reason, unordered)
     return False
 
@@ -388,7 +354,12 @@ def _check_operands(tensors: Tensors, in_fp8: bool) -> None:
     _check_rank("q", shape_q, of.cu_seqlens_q)
     _check_rank("k", shape_k, of.cu_seqlens_k)
     _check_rank("v", shape_v, of.cu_seqlens_k)
-    _check_k_and_v(shape_q[-1], shape_k, shape_v)
+    if shape_k[-1] != shape_q[-1]:
+        raise ValueError(f"k must have the head_dim of q ({shape_q[-1]}), got shape {shape_k}")
+    if shape_v[:-1] != shape_k[:-1]:
+        raise ValueError(
+            f"v must agree with k {shape_k} in all but the last dimension, got {shape_v}"
+        )
     _check_heads(shape_q[-2], shape_v[-2], shape_k)
     check_head_dims(shape_q[-1], shape_v[-1], runs_kernels=q.is_cuda)
 
@@ -407,7 +378,9 @@ def _check_outputs(call: AttentionCall, shapes: FwdShapes, score_mod: object) ->
     for name, of_rows in rows.items():
         if of_rows is not None:
             or_wide = q.dtype == torch.float64 and name != "max_scores"
-            _check_lse(name, of_rows, lse_shape, q.device, or_wide)
+            check_fp32(name, of_rows, lse_shape, q.device, or_wide)
+            if not of_rows.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {of_rows.stride()}")
     outputs = {"out": x.out, **rows}
     if any(y is not None for y in outputs.values()):
         check_outputs_apart(outputs, inputs_of(call))
@@ -455,23 +428,13 @@ def _check_dtype_of_q(dtype: torch.dtype, device: torch.device) -> None:
 def _check_rank(name: str, shape: tuple[int, ...], cu_seqlens: torch.Tensor | None) -> None:
     if len(shape) == (4 if cu_seqlens is None else 3):
         return
-    heads = "heads_q" if name == "q" else "heads_kv"
-    cu_seqlens_name = "cu_seqlens_q" if name == "q" else "cu_seqlens_k"
+    heads, side = ("heads_q", "q") if name == "q" else ("heads_kv", "k")
     dim = "head_dim_v" if name == "v" else "head_dim"
-    if cu_seqlens is None:
-        expected, condition = f"(batch, seqlen, {heads}, {dim})", f"{cu_seqlens_name} is None"
-    else:
-        expected, condition = f"(total, {heads}, {dim})", f"{cu_seqlens_name} is given"
-    raise ValueError(f"{name} must have shape {expected} when {condition}, got {shape}")
-
-
-def _check_k_and_v(head_dim: int, shape_k: tuple[int, ...], shape_v: tuple[int, ...]) -> None:
-    if shape_k[-1] != head_dim:
-        raise ValueError(f"k must have the head_dim of q ({head_dim}), got shape {shape_k}")
-    if shape_v[:-1] != shape_k[:-1]:
-        raise ValueError(
-            f"v must agree with k {shape_k} in all but the last dimension, got {shape_v}"
-        )
+    rows, state = ("batch, seqlen", "None") if cu_seqlens is None else ("total", "given")
+    raise ValueError(
+        f"{name} must have shape ({rows}, {heads}, {dim}) when cu_seqlens_{side} is {state}, got "
+        f"{shape}"
+    )
 
 
 def _check_heads(heads_q: int, heads_kv: int, shape_k: tuple[int, ...]) -> None:
@@ -580,14 +543,6 @@ def _check_output(
     check_own_memory(name, tensor)
 
 
-def _check_lse(
-    name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device, or_wide: bool
-) -> None:
-    check_fp32(name, value, shape, device, or_wide)
-    if not value.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
-
-
 def _check_wants_low(lse_low: object, score_mod: object) -> None:
     if score_mod is None:
         raise ValueError(
@@ -605,7 +560,6 @@ def _check_dsink(dsink: torch.Tensor, sink: torch.Tensor | None) -> None:
 
 
 def _check_daux(daux: object, aux_tensors: Sequence[torch.Tensor] | None) -> None:
-    """aux_tensors: checked."""
     if not isinstance(daux, list | tuple):
         raise TypeError(f"daux must be a list or a tuple, got {brief(daux)}")
     count = 0 if aux_tensors is None else len(aux_tensors)

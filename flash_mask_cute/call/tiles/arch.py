@@ -29,12 +29,8 @@ DqOrder: TypeAlias = Literal["accumulators", "lanes"]
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The attention kernel of one direction.
-
-    class_name, cache_name: its names for readers and in the compile cache. load_class, load_traits:
-    load its class, and that of its traits (`FwdTraits`, `BwdTraits`). They import device code, so
-    they are called only when a kernel or a configuration is needed.
-    """
+    """The attention kernel of one direction. load_class, load_traits: load its class, and that of
+    its traits (`FwdTraits`, `BwdTraits`). They import device code."""
 
     class_name: str
     cache_name: str
@@ -43,8 +39,8 @@ class AttentionKernel:
 
     @tells_what_to_install()
     def traits(self, head_dim: int, head_dim_v: int, tiles: Any, **more: Any) -> Any:
-        """The traits for tiles (`FwdTiles`, `BwdTiles`): their fields of the same names, and more.
-        The dtype, of 16 bits, does not matter here."""
+        """The traits for tiles (`FwdTiles`, `BwdTiles`), by their fields of the same names. They
+        are the same for both dtypes of 16 bits."""
         from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
         kind = self.load_traits()
@@ -53,21 +49,19 @@ class AttentionKernel:
         return kind(BFloat16, head_dim=head_dim, head_dim_v=head_dim_v, **by_name, **more)
 
     def options(self, tiles: Any) -> dict[str, Any]:
-        """The fields of tiles that the kernel's class takes; others are for other architectures."""
+        """The fields of tiles that the kernel's class takes."""
         names = {x.name for x in fields(self.load_class())}
         return {name: value for name, value in asdict(tiles).items() if name in names}
 
 
 @dataclass(frozen=True)
 class ForwardKernel(AttentionKernel):
-    """rows: rows of the tile table. packed_rows: query rows that are stored together, a warpgroup's
-    or a warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
-    reads_fp8: keys and values may be in fp8. has_polynomial: a share of exponentials may be
-    computed by a polynomial. orders_sums: sums may be of fixed splits (`core/fixed_splits.py`).
-    decodes_whole: tiles of decoding are also for one pass over keys in rows.
-    has_lists_per_warpgroup: warpgroups may have block lists of their own. caches_bias: rows of
-    tables may stay in shared memory. most_head_dim: of heads. decode_costs: by which decoding is
-    split; None: not measured. gathers_keys: those of small selected blocks may lie side by side."""
+    """rows: of the tile table. packed_rows: query rows that are stored together, a warpgroup's or a
+    warp's; packed heads must divide them. causal_each: sequences may differ in being causal.
+    has_polynomial: a polynomial may compute a share of exponentials. orders_sums: sums may be of
+    fixed splits (`core/fixed_splits.py`). decodes_whole: tiles of decoding are also for one pass
+    over keys in rows. caches_bias: rows of tables may stay in shared memory. decode_costs: None if
+    not measured. gathers_keys: keys of small selected blocks may lie side by side."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -84,11 +78,9 @@ class ForwardKernel(AttentionKernel):
 
 
 class EntryKernels(NamedTuple):
-    """Of a backward's kernels that walk over batch entries, their classes or those of their traits.
-
-    shared: sums gradients of aux tensors alone. short, entries: make all gradients of short
-    sequences, with all keys of an entry in a tile and with some of them.
-    """
+    """The classes, or classes of traits, of kernels that walk over batch entries. shared: sums
+    gradients of aux tensors alone. short, entries: make all gradients of short sequences, with all
+    keys of an entry in a tile and with some of them."""
 
     shared: Any
     short: Any
@@ -101,15 +93,13 @@ def _absent() -> Any:
 
 @dataclass(frozen=True)
 class BackwardKernel(AttentionKernel):
-    """rows: rows of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
+    """rows: of the tile table. dq_order: order of the sums of dQ in memory (`BwdPostprocess`).
     splits_groups: several CTAs may share the query heads of a group. splits_keys: warpgroups may
     have keys of their own in heads wider than 128. orders_aux: gradients of aux tensors may be
     summed in a fixed order. pairs_take_turns: pairs of CTAs may sum dQ in a fixed order, or store
-    where they come first. gathers_queries: it takes each query's selection of key blocks as query
-    lists. has_lists_per_warpgroup: block lists may say of each warpgroup's keys what they see.
-    has_limits: limits loads the module with the limits of its threads and shared memory.
-    has_entry_kernels: entry_kernels and entry_traits load `EntryKernels`.
-    load_wide: loads the class for heads above MAX_HEAD_DIM; None: there is none."""
+    where they come first. gathers_queries: it takes selections as query lists. limits: loads the
+    module with the limits of its threads and shared memory. load_wide: loads the class for heads
+    above MAX_HEAD_DIM."""
 
     rows: tuple[BwdRow, ...]
     dq_order: DqOrder
@@ -138,10 +128,10 @@ class BackwardKernel(AttentionKernel):
 class ArchSpec:
     """The kernels of an architecture.
 
-    name: name of its family, for messages. load_columns: loads the `Columns` of its score tiles,
-    the order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
-    evaluated before attention. statistics: the kernel of statistics of P; tangent: that of forward
-    mode, with tiles of a forward; None: there is none.
+    name: of its family, for messages. load_columns: loads the `Columns` of its score tiles, the
+    order of bits in memory. reads_mask_bits: its kernels read the bits of a mask_mod that was
+    evaluated before attention. statistics, tangent: the kernels of statistics of P and of forward
+    mode.
     """
 
     name: str
@@ -153,8 +143,7 @@ class ArchSpec:
     tangent: ForwardKernel | None = None
 
     def of(self, problem: AttentionProblem) -> ArchSpec:
-        """The same, with the kernel of statistics or of tangents in place of the forward for a
-        problem of them."""
+        """The same; for a problem of statistics or tangents their kernel is the forward."""
         forward = self.statistics if problem.statistics else None
         if problem.is_tangent:
             forward = self.tangent
@@ -163,14 +152,13 @@ class ArchSpec:
 
 @functools.cache
 def _device_code(path: str) -> Callable[[], Any]:
-    """Loads an object when it is called. path: "module:name" in this package; no name: the
-    module."""
+    """Loads "module:name" of this package, or a module, when it is called."""
     return functools.partial(pkgutil.resolve_name, f"flash_mask_cute.{path}")
 
 
 @functools.cache
 def _entry_kernels(shared: str, short: str, entries: str) -> Callable[[], EntryKernels]:
-    """Loads the three when it is called. Of each the path, as in `_device_code`."""
+    """Loads the three when it is called, by paths as in `_device_code`."""
     return lambda: EntryKernels(*(_device_code(x)() for x in (shared, short, entries)))
 
 

@@ -31,8 +31,8 @@ from flash_mask_cute.runtime.target import H200_SMS
 SHORT_QUERY = 128
 _TILE_N_STEP = 16
 _OF_FP8 = "keys and values in fp8: tiles of 64 rows, and a warpgroup that converts"
-# query rows of a warpgroup, which may have block lists of its own, and of tiles in which they have;
-# keys of one in a backward
+# Warpgroups with block lists of their own: query rows of one, and of such a tile; keys of one in a
+# backward.
 ROWS_OF_LISTS, OWN_LISTS_TILE, KEYS_OF_LISTS = 64, 192, 64
 # exponentials of 128
 POLYNOMIAL_STEP, MOST_POLYNOMIAL = 4, 64
@@ -66,8 +66,8 @@ class FwdTiles:
         return block_size[0] % self.cluster_tile_m == 0 and block_size[1] % self.tile_n == 0
 
     def own_rows_nest_in(self, block_size: tuple[int, int]) -> bool:
-        """Whether blocks do not consist of whole tiles, but of the keys of whole tiles and of the
-        rows of whole warpgroups, which may have lists of their own."""
+        """Whether blocks have the rows of whole warpgroups and not of whole tiles, and the keys of
+        whole tiles. Warpgroups may then have lists of their own."""
         rows_nest = self.tile_m == OWN_LISTS_TILE and block_size[0] % ROWS_OF_LISTS == 0
         keys_nest = self.tile_n == KEYS_OF_LISTS and block_size[1] % self.tile_n == 0
         return rows_nest and keys_nest and not self.nest_in(block_size)
@@ -87,9 +87,8 @@ class FwdChoice:
 
 
 class WalkFacts(NamedTuple):
-    """Of `CallFacts`, what a call knows of its walks beside the problem: a forward block_size, of
-    block lists, which another form of the mask may replace, decode_rows and selected_block; a
-    backward has_lists and lists_per_warpgroup."""
+    """Fields of `CallFacts` that a problem does not give. block_size: of the call's block lists,
+    which another form of the mask may replace."""
 
     window: int | None = None
     block_size: tuple[int, int] | None = None
@@ -114,10 +113,9 @@ def select_fwd_config(
 ) -> FwdChoice:
     """Choose tiles for the problem, and whether to pack heads.
 
-    unpackable: an argument that prevents the heads of a group from sharing a tile. spec: the
-    architecture of the kernel. num_sms: CTAs that run at once. Raises ValueError: the override asks
-    for a configuration that cannot run; NotImplementedError: pack_gqa is True for a group of more
-    heads than `packed_rows`, or together with the argument `unpackable`."""
+    unpackable: an argument that prevents the heads of a group from sharing a tile. Raises
+    ValueError: the override asks for a configuration that cannot run; NotImplementedError: pack_gqa
+    is True for a group of more heads than `packed_rows`, or beside the argument `unpackable`."""
     kernel = spec.forward
     call = CallFacts(
         problem.head_dim,
@@ -141,8 +139,7 @@ def select_fwd_config(
     rows = list(rows_for(kernel.rows, call))
     row = rows[0]
     if problem.is_ordered:
-        # Keys of a tile are added together, so their number follows from head dimensions alone: it
-        # is that of the first row that any call of these may use.
+        # Keys of a tile are added together, so their number follows from head dimensions alone.
         tile_n = next(x.tile_n for x in rows if x.is_general)
         row = next(x for x in rows if x.tile_n == tile_n)
     in_fp8, dims = problem.in_fp8 and kernel.reads_fp8, (problem.head_dim, problem.head_dim_v)
@@ -180,7 +177,7 @@ def _choose_packing(
     unpackable: str | None,
     wastes_rows: bool,
 ) -> int:
-    """wastes_rows: a group is padded to a power of two, if that is what it takes."""
+    """wastes_rows: a group may be padded to a power of two."""
     if pack_gqa and group > rows:
         raise NotImplementedError(
             f"pack_gqa=True needs a group of at most {rows} query heads per KV head, got {group}"
@@ -191,8 +188,8 @@ def _choose_packing(
             "False"
         )
     if pack_gqa is None:
-        # rows without a head waste products, which is worth it where memory is waited for, and
-        # where all heads walk over what fewer queries chose
+        # rows without a head waste products, which pays where kernels wait for memory, and where
+        # all heads walk over blocks that fewer queries chose
         can_pack = group <= rows and (wastes_rows or padded_group(group) == group)
         pack_gqa = can_pack and unpackable is None and queries < SHORT_QUERY
     return group if pack_gqa else 1
@@ -219,7 +216,7 @@ def _fit(
     given = given_fields(override)
     refusal = ""
     if in_fp8:
-        # beside a warpgroup that converts; the keys of a tile stay those of 16 bits
+        # beside a warpgroup that converts
         row = row._replace(tile_m=64, num_stages=2)
     for tiles in _candidates(row, given, keeps_tile_n):
         smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel, more)
@@ -249,7 +246,7 @@ def _candidates(
 def _explain_choice(
     row: FwdRow | BwdRow, tiles: FwdTiles | BwdTiles, given: dict[str, Any], refusal: str
 ) -> str:
-    """The row, what the config sets, and what else is not the row's, because of the refusal."""
+    """The row, the fields that the config sets, and others that differ because of the refusal."""
     changed = {
         name: value
         for name, value in asdict(tiles).items()
@@ -287,8 +284,8 @@ def check_feasible(
 
 @dataclass(frozen=True)
 class BwdTiles:
-    """A complete configuration of the backward: every field is set. splits_group: several CTAs
-    share the query heads of a group."""
+    """A complete configuration of the backward. splits_group: several CTAs share the query heads of
+    a group."""
 
     tile_m: int
     stages_q: int
@@ -307,9 +304,8 @@ class BwdChoice:
     """The tiles of a problem, the kernel's traits for them, and the reason for the choice.
 
     tile_n: keys of a CTA's tile. cluster_tile_n: keys of all tiles of a cluster. tile_d, tile_dv:
-    columns of a tile of Q and K, and of V. The scratch memory in which their gradients are summed
-    has the same columns. group_splits: CTAs that share the query heads of a group
-    (`call/tiles/group_splits.py`).
+    columns of a tile of Q and K, and of V, and of the scratch memory for sums of their gradients.
+    group_splits: CTAs that share the query heads of a group (`group_splits.py`).
     """
 
     tiles: BwdTiles
@@ -327,8 +323,8 @@ class BwdChoice:
         return self.cluster_tile_n // self.tile_n
 
     def own_keys_nest_in(self, block_size: tuple[int, int]) -> bool:
-        """Whether blocks do not have the keys of whole tiles, but whole query blocks and the keys
-        of whole warpgroups, each with lists of its own."""
+        """Whether blocks have whole query blocks, and the keys of whole warpgroups and not of whole
+        tiles. Warpgroups may then have lists of their own."""
         if self.tiles.splits_keys or self.tile_n != 2 * KEYS_OF_LISTS:
             return False
         nest = block_size[0] % self.tiles.tile_m == 0 and block_size[1] % KEYS_OF_LISTS == 0
@@ -350,15 +346,13 @@ def select_bwd_config(
     listed_rows: int = 1,
     query_lists: int = 0,
 ) -> BwdChoice:
-    """Choose tiles: the first row for these head dimensions, this `tuning_class` and number of
-    keys.
+    """Choose tiles: the first row for these facts. If it does not fit beside the override, it gets
+    fewer stages, or no pairs of CTAs.
 
-    If it does not fit beside the override, it gets fewer stages, or no pairs of CTAs.
-
-    modifier: `AttentionProblem.score_modifier`. kernel: the kernel to run. listed_rows,
-    query_lists: as in `AttentionProblem`. The split of a group of heads is not decided here. Raises
-    ValueError: the override asks for what cannot run; NotImplementedError: the kernel does not
-    support these head dimensions."""
+    modifier: `AttentionProblem.score_modifier`. listed_rows, query_lists: as in `AttentionProblem`.
+    The split of a group of heads is decided later. Raises ValueError: the override asks for a
+    configuration that cannot run; NotImplementedError: the kernel does not support these head
+    dimensions."""
     given = given_fields(override)
     given.pop("group_splits", None)
     if deterministic and given.get("clears_dq"):

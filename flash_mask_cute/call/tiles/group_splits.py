@@ -1,10 +1,9 @@
 """The number of CTAs over which the backward splits a group of query heads.
 
 A CTA processes some keys of a KV head, and walks over the query heads of its group in turn. With
-few KV heads and short sequences there are few work tiles: too few for the SMs of a device, or too
-unequal. After a split, several CTAs process the same keys, each for some of the heads. They leave
-partial sums of dK and dV in scratch memory, which a kernel adds in a fixed order. Cost and gain of
-a split are estimated here.
+few KV heads and short sequences there are too few work tiles for the SMs of a device, or they are
+too unequal. After a split, several CTAs process the same keys, each for some of the heads. They
+leave partial sums of dK and dV in scratch memory, which a kernel adds in a fixed order.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from flash_mask_cute.runtime.named_tuples import replaced
 # Costs in query blocks that a CTA computes: of a work tile, which waits for its keys and stores its
 # gradients; of storing them as partial sums; and of adding these afterwards.
 TILE, PARTIAL, ADDING = 1.5, 1.5, 1.5
-# what a split has to save, for it needs memory
+# the least gain of a split, which needs memory
 LEAST_GAIN = 1.02
-# What the longest of unequal walks may take on one SM, of the average: where it takes all of the
-# time, no other SM can help. 28/4 heads of 8192 tokens took 1.04 times as long as in seven parts,
-# 8/1 heads of 16384 tokens in two parts 1.02 times as long as in four, 1.07 times in a loop.
+# The longest of unequal walks takes so many times its estimate where it bounds the time: 28/4 heads
+# of 8192 tokens took 1.04 times as long as in seven parts, 8/1 heads of 16384 tokens in two parts
+# 1.02 times as long as in four, 1.07 times in a loop.
 SLOWEST = 1.1
 
 
@@ -38,12 +37,10 @@ def split_group(
     wanted: int | None,
 ) -> BwdChoice:
     """The choice with `group_splits` filled in: the caller's, or the one with the shortest
-    estimate.
-
-    window: sides as `fold_window` returned them. Raises ValueError: `wanted` does not divide the
-    group, or the kernel cannot split it."""
+    estimate. window: sides of `FoldedWindow`. Raises ValueError: `wanted` does not divide the
+    group."""
     group = shapes.heads_q // shapes.heads_kv if shapes.heads_kv else 1
-    splits = _divisors(group)
+    splits = [n for n in range(1, group + 1) if group % n == 0]
     if wanted is not None and wanted not in splits:
         raise ValueError(
             f"config group_splits must be one of {splits} for groups of {group} heads, got {wanted}"
@@ -71,24 +68,20 @@ def split_group(
     )
 
 
-def _divisors(group: int) -> list[int]:
-    return [n for n in range(1, group + 1) if group % n == 0]
-
-
 def _walks(
     choice: BwdChoice,
     problem: AttentionProblem,
     shapes: FwdShapes,
     window: tuple[int | None, int | None],
 ) -> Iterator[int]:
-    """Query blocks that the key blocks of a sequence visit, by what the host knows: causal masking
-    and windows. Packed sequences are assumed to be equally long."""
+    """Query blocks that the key blocks of a sequence visit, by causal masking and windows. Packed
+    sequences are assumed to be equally long."""
     tile_m, tile_n = choice.tiles.tile_m, choice.cluster_tile_n
     seqlen_q, seqlen_k = shapes.seqlen_q, shapes.seqlen_k
     if problem.varlen_q:
-        seqlen_q = min(seqlen_q, -(-shapes.total_q // max(shapes.batch, 1)))
+        seqlen_q = min(seqlen_q, shapes.mean_seqlen_q)
     if problem.varlen_k:
-        seqlen_k = min(seqlen_k, -(-shapes.total_k // max(shapes.batch, 1)))
+        seqlen_k = min(seqlen_k, shapes.mean_seqlen_k)
     left, right = window
     right = 0 if problem.is_causal else right
     for first in range(0, seqlen_k, tile_n):

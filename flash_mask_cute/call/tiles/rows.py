@@ -14,17 +14,15 @@ _LATE = 8
 class CallFacts(NamedTuple):
     """The facts about a call that conditions of rows use.
 
-    tuning_class: of the `AttentionProblem`. window: the most keys that a query sees, if the window
-    is closed on both sides. decode_rows: query rows that share keys, for a forward in splits, over
-    pages, or of so few that one pass is decoding, else None. functions_under_causal: see the
-    problem. block_size: of block lists that the kernel would read as they are. may_pair: two CTAs
-    may share a walk. may_split_keys: warpgroups may have keys of their own in wide heads.
-    is_ordered: sums have an order (deterministic). sequences: the number of sequences of
-    `seqlen_q` queries and one head each; num_sms: CTAs that run at once. selected_block: keys
-    of a block of each query's selection, 0 if there is none. has_lists: block lists or selections
-    leave out blocks. query_lists: as in the problem. lists_per_warpgroup: the size of blocks of
-    lists that the warpgroups of a tile may have of their own. asks_pair: the config has
-    cta_pair=True. caches_bias: rows of tables may stay in shared memory.
+    window: the most keys that a query sees, if the window is closed on both sides. decode_rows:
+    query rows that share keys, for a forward in splits, over pages, or of so few that one pass is
+    decoding, else None. block_size: of block lists that the kernel would read as they are.
+    may_pair: two CTAs may share a walk. may_split_keys: warpgroups may have keys of their own in
+    wide heads. is_ordered: sums have an order (deterministic). sequences: of `seqlen_q` queries and
+    one head each. num_sms: CTAs that run at once. selected_block: keys of a block of each query's
+    selection, 0 if there is none. has_lists: block lists or selections leave out blocks.
+    lists_per_warpgroup: the size of blocks of lists that warpgroups may have of their own.
+    asks_pair: the config has cta_pair=True.
     """
 
     head_dim: int
@@ -50,19 +48,18 @@ class CallFacts(NamedTuple):
 
     @property
     def splits_sectors(self) -> bool:
-        """Whether rows of queries and keys begin inside L2 sectors, which have 32 bytes."""
+        """Whether rows of queries and keys begin inside L2 sectors of 32 bytes."""
         return self.head_dim % 16 != 0
 
     @property
     def has_equal_walks(self) -> bool:
-        """Whether all queries see about as many keys: all, or all but a few under causal masking at
-        the end of a long context."""
+        """Whether all queries see about as many keys."""
         is_late = self.seqlen_k >= _LATE * self.seqlen_q
         is_causal = self.tuning_class == TuningClass.CAUSAL
         return self.tuning_class == TuningClass.FULL or (is_causal and is_late)
 
     def fill(self, tile_m: int) -> float:
-        """The fill of a launch's CTA waves with queries, with a tile of tile_m rows in each."""
+        """The part of a launch's CTA waves, with tiles of tile_m rows, that queries fill."""
         tiles = self.sequences * -(-self.seqlen_q // tile_m)
         waves = -(-tiles // self.num_sms)
         return self.sequences * self.seqlen_q / max(waves * self.num_sms * tile_m, 1)
@@ -76,23 +73,16 @@ class Condition(NamedTuple):
 
 
 class FwdRow(NamedTuple):
-    """Tiles for head_dim <= max_dim and head_dim_v <= max_dim_v, with the reasons.
+    """Tiles of a forward, the reason for them, and conditions of calls that may use them
+    (`conditions`).
 
-    masks: the tuning classes of problems that it is for, all if empty. max_window: for windows that
-    are closed on both sides and have at most this many keys. min_seqlen_q, min_seqlen_k: for at
-    least this many queries and keys; max_seqlen_q, max_seqlen_k: for at most this many. above_dim:
-    head_dim is greater. splits_sectors: only if rows begin inside an L2 sector. gain: the speedup
-    over tiles of 128 rows, if equally many SMs are busy; if walks are equal and the last wave of
-    CTAs costs more than that, the row does not apply. cta_pair: a pair of CTAs, with a tile each,
-    walks over the keys together. native_block_lists: only with block lists whose blocks consist of
-    whole tiles of this row. The kernel then reads the lists as they are, and a block is partial
-    only by its own mask. It does not apply to problems that read mask bits, which exist for tiles
-    of any size. needs_sfu: only if functions of scores are computed under causal masking alone,
-    which keeps the special function units busy. for_decode: only if the rows that share keys fit a
-    tile, and `decode_rows` are told. max_selected: for selections of blocks of at most so many
-    keys. lists_per_warpgroup: only with block lists of an odd multiple of 64 queries, where each
-    warpgroup reads its own. polynomial: see `FwdConfig`. caches_bias: only if rows of tables may
-    stay in shared memory.
+    masks: tuning classes, all if empty. gain: the speedup over tiles of 128 rows, if equally many
+    SMs are busy; if walks are equal and the last wave of CTAs costs more than that, the row does
+    not apply. cta_pair: a pair of CTAs, with a tile each, walks over the keys together.
+    native_block_lists: the kernel reads block lists as they are, and a block is partial only by its
+    own mask. Mask bits exist for tiles of any size. needs_sfu: functions of scores under causal
+    masking alone keep the special function units busy. lists_per_warpgroup: each warpgroup reads
+    lists of its own. polynomial: see `FwdConfig`.
     """
 
     max_dim: int
@@ -186,20 +176,11 @@ class FwdRow(NamedTuple):
 
 
 class BwdRow(NamedTuple):
-    """Query rows of a block and buffers of the backward, with the reasons.
+    """Query rows of a block and buffers of a backward (`BwdConfig`), the reason for them, and
+    conditions of calls that may use them (`conditions`).
 
-    For head_dim <= max_dim and head_dim_v <= max_dim_v.
-
-    masks: the tuning classes of problems that the row is for, None for all. min_seqlen_k,
-    max_seqlen_k: keys of a sequence. above_dim: head_dim is greater. value_cols, clears_dq,
-    cta_pair, splits_keys: see `BwdConfig`. Rows with clears_dq are for unordered sums, except those
-    of query lists. Rows with cta_pair or splits_keys are also only for unmodified scores, those
-    with cta_pair for devices with two SMs. if_asked: only if the config has cta_pair=True.
-    min_window: of windows that are closed on both sides, those with at least so many keys.
-    without_lists: no block lists or selections leave out blocks. query_lists: only for selections
-    that are taken as query lists, with so many keys of a work tile. lists_per_warpgroup: only with
-    block lists of a multiple of tile_m queries and an odd multiple of 64 keys, where each
-    warpgroup has its own.
+    masks: tuning classes, None for all. cta_pair: also only for devices with two SMs. query_lists:
+    keys of a work tile. lists_per_warpgroup: each warpgroup has lists of its own.
     """
 
     max_dim: int

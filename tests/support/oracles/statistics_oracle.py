@@ -111,12 +111,13 @@ def assert_right(
     """run: called as the public function of `arguments`, after its name.
 
     An LSE and scores of its size, rounded to fp32, make each p relatively wrong by a share of that
-    size, and so a sum of them, and an entropy E by (1 + E) times as much.
+    size, and so a sum of them, and an entropy E by (1 + E) times as much. Tensor cores truncate the
+    scores: an error of up to a whole unit of the last place, where rounding has half of one.
     """
     name, operands, keywords = arguments(inputs, wanted)
     finite = operands[2][operands[2].isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    rtol, atol = (x + largest * 2.0**-23 for x in (rtol, atol))
+    rtol, atol = (x + largest * 2.0**-22 for x in (rtol, atol))
     found = run(name, *operands, **keywords)._asdict()
     expected = reference_statistics(inputs, wanted)
     assert {name for name, x in found.items() if x is not None} == expected.keys()
