@@ -45,7 +45,7 @@ class CallFacts:
     target: of the kernels, or of the tiles on the CPU. masks: those beyond causal and window.
     window: causal masking and window sides that have an effect. causal_each: a kernel asks which
     sequences are causal. start: the argument q_start, NONE if it has no effect. second_walk:
-    "statistics" or "tangent", whose kernel is planned in place of the forward; None: the forward.
+    "statistics" or "tangent", whose kernel is planned in place of the forward.
     """
 
     call: AttentionCall
