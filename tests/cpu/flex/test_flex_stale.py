@@ -415,7 +415,7 @@ def _wrong(call: Callable[..., Tensor], dense: tuple[Mod | None, Mod | None], x:
     return "" if off < 1e-5 else f"off by {off:.3g}"
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_histories(chunk: int) -> None:
     print(f"FLASH_MASK_STALE_SEED={SEED} FLASH_MASK_STALE_DRAWS={DRAWS}")
