@@ -92,21 +92,15 @@ UNCOUNTED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 WAYS = COUNTED | UNCOUNTED
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store: Path = tmp_path_factory.mktemp("gloo") / "store"
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More of them wait for each other longer than these small calls take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("way", WAYS)
