@@ -563,11 +563,11 @@ def _store(problem: MaskBitsProblem, target: Target) -> Compiled:
 
 
 def _bounds(num_vectors: int, is_packed: bool, target: Target) -> Compiled:
-    return compile_column_bounds(num_vectors, is_packed, target.arch, Uncached())
+    return compile_column_bounds(num_vectors, is_packed, target.arch, cache=Uncached())
 
 
 def _split(num_vectors: int, causal: bool, target: Target) -> Compiled:
-    return compile_split(num_vectors, causal, target.arch, Uncached())
+    return compile_split(num_vectors, causal, target.arch, cache=Uncached())
 
 
 def _scan(target: Target) -> Compiled:

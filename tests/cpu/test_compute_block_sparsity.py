@@ -398,6 +398,15 @@ def test_arguments_that_are_refused(
         create_block_mask(**({"device": "cpu"} | arguments | changes))
 
 
+@pytest.mark.parametrize("mod", [plain_batch_mod, lambda b, h, q, k: q >= k])
+def test_without_a_gpu_the_device_that_works_is_named(
+    mod: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device is cuda, and torch sees no GPU; device='cpu'"):
+        create_block_mask(mod, None, None, 256, 256)
+
+
 def test_refusals_name_the_arguments_of_either_function() -> None:
     with pytest.raises(ValueError, match="num_heads must not be negative, got -1"):
         compute_blocksparse_tensors(16, 16, 1, -1, 9, 9, plain_batch_mod, None, "cpu")

@@ -513,7 +513,7 @@ def test_remarks_do_not_need_source_lines(tmp_path: Path, monkeypatch: pytest.Mo
     """Looking a line up for each operation takes as long as tracing it."""
     asked: list[None] = []
     monkeypatch.setattr(op, "_get_caller_frame_info", lambda: asked.append(None))
-    meta = compile_column_bounds(1, False, TARGET.arch, CompileCache(tmp_path)).meta
+    meta = compile_column_bounds(1, False, TARGET.arch, cache=CompileCache(tmp_path)).meta
     assert meta["registers"] and meta["spill_bytes"] == 0 and not asked
 
 
