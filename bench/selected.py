@@ -357,7 +357,7 @@ class Step(NamedTuple):
         return {
             "lse": self.lse, "teacher": lambda: self.teacher(lse),
             "indexer": lambda: self.indexer(target), "forward": forward, "backward": backward,
-            "step": self, "dense_step": self.given.calls("dense")[2],
+            "step": self.__call__, "dense_step": self.given.calls("dense")[2],
         }  # fmt: skip
 
     def error_of_teacher(self) -> float:
