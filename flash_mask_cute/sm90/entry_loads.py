@@ -49,8 +49,8 @@ class HeadColumns:
 
 
 def stages_in(room: int, for_s: int, for_dp: int, most: int) -> tuple[int, int]:
-    """Stages of operands of S and of dP, of so many bytes each, or (0, 0): dP has as many, or one
-    less."""
+    """The most stages that have room: of operands of S, and of those of dP as many or one less; or
+    (0, 0). for_s, for_dp: bytes of a stage."""
     fitting = (
         (a, b)
         for a in range(most, 0, -1)

@@ -24,7 +24,7 @@ from flash_mask_cute.sm90.warpgroups import mma_warp
 def make_chain(
     kernel: Any, score_args: BwdScoreArgs, lengths: Lengths, sums: cute.Tensor | None
 ) -> ScoreChain:
-    """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`. sums: `Tiles.sums`."""
+    """Of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`. sums: `BwdSmem.sums`."""
     traits, wants_aux = kernel.traits, kernel.wants_aux
     reads, others = None, set()
     if wants_aux:

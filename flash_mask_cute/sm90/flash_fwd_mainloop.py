@@ -407,7 +407,7 @@ class KeyBlocks:
         target: cute.Tensor,
         half: Int32 | None = None,
     ) -> MainloopState:
-        """`step` of a product. half: which half of the keys, 0 or 1, if no row sees the other."""
+        """`step` with products. half: which half of the keys, 0 or 1, if no row sees the other."""
         traits, channels = self.traits, self.channels
         block, cut, bits = state.block + 1, state.cut, None
         if const_expr(kind == Kind.PARTIAL):

@@ -242,7 +242,7 @@ class FwdTraits(PackedHeads):
         """Whether registers hold scores and new probabilities in addition to those that P V reads.
 
         The sum of a block's exponentials then shows whether the maximum in use was too old. Without
-        them the block's maximum is found first, and that search is most of the remaining latency.
+        these registers the block's maximum is found first, which is most of the remaining latency.
         """
         return self.registers_needed + self._registers_beside <= self._register_choices[-1]
 

@@ -59,8 +59,8 @@ class GradientColumns:
 
     @property
     def dk(self) -> tuple[ColumnPart, ...]:
-        """If they are uneven, the first warpgroup has the wider part of dQ, and the narrower of dK.
-        The last product is computed behind dQ."""
+        """If columns are uneven, the first warpgroup has the wider part of dQ, and the narrower of
+        dK. The last product is computed behind dQ."""
         if not self.shares_keys:
             return (ColumnPart(0, self.used_d or self.tile_d, 1),)
         if not self.is_uneven:
@@ -96,7 +96,7 @@ class GradientColumns:
         return tuple(parts)
 
     def products_dq(self, part: int) -> tuple[tuple[ColumnPart, int], ...]:
-        """Of a part of dQ: the columns in the first CTA, and where the product's sums begin."""
+        """Products of a part of dQ: their columns in the first CTA, and where their sums begin."""
         products, first = [], 0
         for columns in self.parts_dq[part]:
             products.append((columns, first))
