@@ -284,8 +284,7 @@ def check_feasible(
 
 @dataclass(frozen=True)
 class BwdTiles:
-    """A complete configuration of the backward. splits_group: several CTAs share the query heads of
-    a group."""
+    """A complete configuration. splits_group: several CTAs share the query heads of a group."""
 
     tile_m: int
     stages_q: int
