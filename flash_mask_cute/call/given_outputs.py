@@ -28,8 +28,8 @@ _MOST_PROVED = 1024
 
 
 class WithGivenOutputs:
-    """A prepared call that writes tensors of the caller. proved: addresses of calls with its key,
-    whose outputs share no memory with inputs, nor with each other."""
+    """A prepared call that writes tensors of the caller. proved: addresses of calls with its key
+    that were checked."""
 
     def __init__(self, prepared: PreparedFwd | PreparedBwd, direction: Direction) -> None:
         self.prepared = prepared
