@@ -2,6 +2,7 @@
 
     python -m bench.selected                                 every case that fits --seconds
     python -m bench.selected 'msa-32k*' 'decode-*' --out FILE
+    python -m bench.selected 'train-*'                       a training step, with its parts
     python -m bench.selected --dry                           on a CPU: selections, references,
     counts
 
@@ -10,6 +11,11 @@ block draws along the tokens, s = r s + sqrt(1 - r^2) noise. "shared" is the par
 blocks that the next query has, too; "union" the blocks in a tile of 128 rows. Useful work is 4 d a
 visible score forward, 10 d backward. Results are compared with fp32 before they are timed: rows of
 the case itself forward, gradients of the first 2048 tokens. Peers take turns burst by burst.
+
+A training step of "train-*" is that of one layer and its indexer: dense attention for LSE, the
+teacher from it, the indexer's scores, loss, gradients and choice in plain torch, and attention on
+the choice, forward and backward. Indexers score blocks by one key for each, and their queries go
+along the tokens as scores above. The dense step is a dense forward and backward.
 
 Decoding is of CUDA-graph replay over copies of the cache, so that nothing is found in L2; "percent"
 is of a stream that only reads the chosen bytes.
@@ -30,7 +36,12 @@ from bench import Json, runner, timing
 from bench.decode import ceiling_row
 from bench.oracle import attend
 from bench.runner import Run, Table
-from flash_mask_cute import SelectedBlocks, flash_attn_func, flash_attn_with_kvcache
+from flash_mask_cute import (
+    SelectedBlocks,
+    attention_statistics,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+)
 
 TILE_ROWS = 128
 # of the largest number of a result: bf16 rounds to 2^-9, gradients are sums of rounded numbers
@@ -43,7 +54,8 @@ CHUNK = 1024
 
 
 class Case(NamedTuple):
-    """One sequence of n tokens with a causal mask, or, with `batch`, queries behind caches."""
+    """One sequence of n tokens with a causal mask, or, with `batch`, queries behind caches. trains:
+    a training step of the sequence."""
 
     name: str
     n: int
@@ -56,6 +68,7 @@ class Case(NamedTuple):
     page: int = 0
     d: int = 128
     fp8: bool = False
+    trains: bool = False
 
     @property
     def group(self) -> int:
@@ -64,6 +77,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("msa-32k", 32768),
+    Case("train-msa-32k", 32768, trains=True),
     Case("msa-32k-less", 32768, r=0.97),
     Case("msa-32k-random", 32768, r=0.3),
     Case("nsa-32k", 32768, block=64),
@@ -282,6 +296,107 @@ def of_sequence(case: Case, run: Run) -> Iterator[Json]:
             }  # fmt: skip
 
 
+# -- a training step ----------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """A training step of one layer and its indexer, of index_q (tokens, heads_kv, d) and index_k
+    (blocks, heads_kv, d)."""
+
+    given: Given
+    index_q: Tensor
+    index_k: Tensor
+    case: Case
+
+    @staticmethod
+    def of(case: Case, device: str) -> Step:
+        shape = -(-case.n // case.block), case.heads[1], case.d
+        index_q = torch.cat(list(scores(case.n, shape[1:], case.r, device))).to(torch.bfloat16)
+        (index_k,) = runner.normal(device, torch.bfloat16, shape, seed=2)
+        step = Step(Given.of(case, device), index_q, index_k, case)
+        target = step.teacher(step.lse())
+        return step._replace(given=step.given._replace(chosen=step.indexer(target).chosen))
+
+    def lse(self) -> Tensor:
+        _, lse = flash_attn_func(*self.given[:3], causal=True, return_lse=True)
+        return lse
+
+    def teacher(self, lse: Tensor) -> Tensor:
+        """The share of each block, (heads_kv, tokens, blocks)."""
+        size = 1, self.case.block
+        found = attention_statistics(
+            *self.given[:2], lse, "block_sums", block_size=size, causal=True
+        )
+        assert found.block_sums is not None
+        return found.block_sums[0] / self.case.group
+
+    def indexer(self, target: Tensor) -> Indexed:
+        leaves = [x.detach().requires_grad_() for x in (self.index_q, self.index_k)]
+        numbers = torch.einsum("qhd,nhd->hqn", *leaves).float() * self.case.d**-0.5
+        block = torch.arange(len(self.index_k), device=numbers.device)
+        own = torch.arange(self.case.n, device=numbers.device)[:, None] // self.case.block
+        shares = numbers.masked_fill(block > own, -math.inf).log_softmax(-1)
+        # 0 times -inf where a block is hidden
+        lesson = -(target * shares.clamp(min=-1e4)).sum(-1).mean()
+        gradients = torch.autograd.grad(lesson, leaves)
+        ranked = shares.detach().masked_fill((block == own) | (block == 0), math.inf)
+        best = ranked.topk(min(self.case.k, len(block)), -1)
+        chosen = torch.where(best.values > -math.inf, best.indices, -1).int()
+        return Indexed(SelectedBlocks(chosen[None], self.case.block), gradients)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v and of the indexer."""
+        found = self.indexer(self.teacher(self.lse()))
+        given = self.given._replace(chosen=found.chosen)
+        return *given.calls("ours")[2]()[1:], *found.gradients
+
+    def parts(self) -> dict[str, runner.Call]:
+        lse = self.lse()
+        target = self.teacher(lse)
+        forward, backward, _ = self.given.calls("ours")
+        return {
+            "lse": self.lse, "teacher": lambda: self.teacher(lse),
+            "indexer": lambda: self.indexer(target), "forward": forward, "backward": backward,
+            "step": self, "dense_step": self.given.calls("dense")[2],
+        }  # fmt: skip
+
+    def error_of_teacher(self) -> float:
+        """Of CHECKED_ROWS queries of the first KV head's group, in fp32."""
+        q, k = self.given.q, self.given.k
+        rows = torch.linspace(0, self.case.n - 1, CHECKED_ROWS, device=q.device).long()
+        numbers = torch.einsum(
+            "rgd,kd->grk", q[0, rows, : self.case.group].float(), k[0, :, 0].float()
+        )
+        later = torch.arange(self.case.n, device=q.device) > rows[:, None]
+        weights = (numbers * self.case.d**-0.5).masked_fill(later, -math.inf).softmax(-1).mean(0)
+        wanted = torch.stack([x.sum(-1) for x in weights.split(self.case.block, -1)], -1)
+        return runner.share_off(self.teacher(self.lse())[0, rows], wanted)
+
+
+class Indexed(NamedTuple):
+    """What an indexer chose, and the gradients of its queries and keys."""
+
+    chosen: SelectedBlocks
+    gradients: tuple[Tensor, ...]
+
+
+def of_step(case: Case, run: Run) -> Iterator[Json]:
+    step = Step.of(case, run.device)
+    given = step.given
+    errors = {
+        "error": error_of_rows(given, given.calls("ours")[0]()),
+        "gradient_error": error_of_gradients("ours", given),
+        "teacher_error": step.error_of_teacher(),
+    }
+    if not all(x <= ALLOWED for x in errors.values()):
+        yield {"kind": "wrong", "case": case.name, "peer": "ours", **errors}
+        return
+    step()
+    times = {f"{x}_ms": timing.median(ms) for x, ms in run.time(step.parts(), 2).items() if ms}
+    counts = count(case, given.chosen.indices)
+    yield {"kind": "step", "case": case.name, **counts._asdict(), **times, **errors}
+
+
 # -- decoding -----------------------------------------------------------------------------------
 
 
@@ -331,13 +446,16 @@ def of_caches(case: Case, run: Run) -> Iterator[Json]:
 
 
 def measure(case: Case, run: Run) -> Iterator[Json]:
+    if case.trains:
+        return of_step(case, run)
     return of_caches(case, run) if case.batch else of_sequence(case, run)
 
 
 def small(cases: list[Case]) -> list[Case]:
     return [
         case._replace(
-            n=512, heads=(case.group, 1), block=min(case.block, 32), k=min(case.k, 6),
+            n=512, heads=(case.group, 1), k=min(case.k, 6),
+            block=64 if case.trains else min(case.block, 32),
             batch=min(case.batch, 2), page=min(case.page, 32), queries=min(case.queries, 512),
         )
         for case in cases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -44,7 +44,8 @@ class CallFacts:
 
     target: of the kernels, or of the tiles on the CPU. masks: those beyond causal and window.
     window: causal masking and window sides that have an effect. causal_each: a kernel asks which
-    sequences are causal. start: the argument q_start, NONE if it has no effect.
+    sequences are causal. start: the argument q_start, NONE if it has no effect. second_walk:
+    "statistics" or "tangent", whose kernel is planned in place of the forward.
     """
 
     call: AttentionCall
@@ -55,6 +56,7 @@ class CallFacts:
     window: FoldedWindow
     causal_each: bool
     start: QStart
+    second_walk: str | None = None
 
     @staticmethod
     def of(call: AttentionCall, target: Target | None) -> CallFacts:
@@ -77,7 +79,9 @@ class CallFacts:
 
     @property
     def spec(self) -> ArchSpec:
-        return arch_spec(self.target)
+        spec = arch_spec(self.target)
+        forward = None if self.second_walk is None else getattr(spec, self.second_walk)
+        return spec if forward is None else replace(spec, forward=forward)
 
     @property
     def has_config(self) -> bool:

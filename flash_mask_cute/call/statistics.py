@@ -7,8 +7,7 @@ spans warps, key tiles, or heads that do not share a tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,25 +15,18 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall, Masks, Tensors
 from flash_mask_cute.call.aux_sums import values_of
-from flash_mask_cute.call.copies import convert, split_scale, with_conversions
+from flash_mask_cute.call.copies import convert, with_conversions
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend, CallFacts
-from flash_mask_cute.call.forward import compile_fwd, cpu_call, tile_counter
-from flash_mask_cute.call.kernel_operands import FORWARD, STREAM
-from flash_mask_cute.call.lookup import find_fwd, metadata
-from flash_mask_cute.call.mask_arguments import MaskArguments
 from flash_mask_cute.call.plan import kernel_problem, with_tiles
-from flash_mask_cute.call.tiles.arch import ArchSpec
+from flash_mask_cute.call.second_walk import SecondWalk, prepared
 from flash_mask_cute.core.packed_heads import padded_group
-from flash_mask_cute.cpu.call import CpuTiles
 from flash_mask_cute.cpu.statistics import statistics_cpu
 from flash_mask_cute.limits import MAX_HEAD_DIM
-from flash_mask_cute.masks.q_start import EACH
 from flash_mask_cute.mods.fixed_point_sums import NUM_WORDS
 from flash_mask_cute.runtime.checks import check_bool, check_fp32
 from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
-from flash_mask_cute.runtime.recent import Recent
 from flash_mask_cute.runtime.target import Target
 
 # rows of a warp, whose sums a kernel adds up
@@ -43,7 +35,6 @@ _KEYS_OF_BLOCK, _QUERIES_STEP = (64, 128), 64
 _MOST_SCRATCH_BYTES = 1 << 31
 # of a range of keys
 _LEAST_BLOCKS = 4
-_MOST_KEPT = 512
 _OF_BLOCKS = "block_sums", "block_maxima"
 
 
@@ -84,15 +75,6 @@ class StatisticsRequest(NamedTuple):
         return StatisticsRequest(tuple(x for x in known if x in given), (m, n), deterministic)
 
 
-class _Facts(CallFacts):
-    """Facts of a call for which the architecture's kernel of statistics is planned."""
-
-    @property
-    def spec(self) -> ArchSpec:
-        spec = super().spec
-        return replace(spec, forward=spec.statistics or spec.forward)
-
-
 def plan_statistics(
     call: AttentionCall, lse: Any, request: StatisticsRequest, target: Target | None = None
 ) -> ExecutionPlan:
@@ -112,7 +94,7 @@ def plan_statistics(
     for what, is_given in refused.items():
         if is_given:
             raise NotImplementedError(f"attention_statistics does not support {what}")
-    facts = _Facts(**{x.name: getattr(found, x.name) for x in fields(found)})
+    facts = replace(found, second_walk="statistics")
     of_blocks = [name for name in request.names if name in _OF_BLOCKS]
     group, packs = heads // facts.shapes.heads_kv, None
     if padded_group(group) != group:
@@ -154,27 +136,23 @@ def _parts_of_blocks(plan: ExecutionPlan, request: StatisticsRequest) -> tuple[i
     return batch, of.heads_kv, tiles, -(-queries // m), rows, -(-of.seqlen_k // n), keys
 
 
-class PreparedStatistics:
-    """Runs calls of one plan, by a compiled kernel on the current stream or on the CPU, and adds up
-    the parts of what they wrote."""
+class PreparedStatistics(SecondWalk):
+    """Runs calls of one plan, and adds up the parts of what a kernel wrote."""
 
     def __init__(self, plan: ExecutionPlan, request: StatisticsRequest) -> None:
-        self._plan, self._request, self._num_splits = plan, request, 1
+        super().__init__(plan)
+        self._request, self._num_splits = request, 1
         self._parts = _parts_of_blocks(plan, request)
-        self.is_kernel = plan.backend is Backend.KERNEL
         if self.is_kernel:
             shapes, tiles, pack = plan.shapes, plan.fwd_choice.tiles, plan.problem.packed_heads
             blocks = -(-shapes.seqlen_q * pack // tiles.tile_m) * shapes.batch
             # ranges of keys, where work tiles alone leave SMs idle
             splits = plan.target.num_sms // (blocks * shapes.heads_q // pack)
             self._num_splits = max(min(splits, shapes.seqlen_k // tiles.tile_n // _LEAST_BLOCKS), 1)
-            of_code = plan.problem, tiles, plan.target, plan.masks.mods
-            self._function = compile_fwd(*of_code).function
-            self._mask_arguments = MaskArguments(plan)
 
     @torch.no_grad()
     def __call__(self, x: Tensors, masks: Masks | None, lse: Tensor) -> AttentionStatistics:
-        plan, (*batch, keys, heads, _), part = self._plan, x.k.shape, self._parts
+        plan, (*batch, keys, heads, _), part = self.plan, x.k.shape, self._parts
         of_blocks = part[0], part[1] * part[2], part[3] * part[4], part[5] * part[6]
         sizes = (*batch, heads, keys), (self._num_splits, *lse.shape), of_blocks, of_blocks
         size_of = dict(zip(AttentionStatistics._fields, sizes, strict=True))
@@ -184,38 +162,16 @@ class PreparedStatistics:
             if plan.problem.deterministic:
                 words = NUM_WORDS, *size_of["key_sums"]
                 sums["key_sums"] = x.q.new_zeros(words, dtype=torch.int64)
-            with torch.cuda.device_of(x.q):
-                self._launch(x, masks, lse, sums)
+            q, k = convert((x.q, x.k), (plan.conversions["q"], plan.conversions["k"]))
+            results = (sums.get(name) for name in AttentionStatistics._fields)
+            partials = *results, self._num_splits, self._parts[2]
+            self.launch(x, masks, q=q, k=k, lse=lse.contiguous(), partials=partials)
         elif plan.backend is Backend.CPU:
-            tiles = CpuTiles(*plan.walk_tile, plan.problem.packed_heads)
-            statistics_cpu(cpu_call(plan, x, tiles), lse, sums, self._request.block_size)
+            statistics_cpu(self.cpu_call(x), lse, sums, self._request.block_size)
         return AttentionStatistics(**{name: self._result(name, y) for name, y in sums.items()})
 
-    def _launch(
-        self, x: Tensors, masks: Masks | None, lse: Tensor, sums: Mapping[str, Tensor]
-    ) -> None:
-        plan, of, start = self._plan, x.lengths, self._plan.q_start
-        q, k = convert((x.q, x.k), (plan.conversions["q"], plan.conversions["k"]))
-        results = (sums.get(name) for name in AttentionStatistics._fields)
-        arguments: dict[str, Any] = {
-            **{"q": q, "k": k, "lse": lse.contiguous(), **of._asdict()},
-            "scale": split_scale(plan.softmax_scale)[1],
-            "window_left": plan.window_left,
-            "window_right": plan.window_right,
-            "softcap": plan.softcap if plan.problem.has_softcap else None,
-            "counter": tile_counter(x.q, x.q.get_device()),
-            "q_start": of.q_starts if start.kind == EACH else start.operand(),
-            "partials": (*results, self._num_splits, self._parts[2]),
-        }
-        if masks is not None:
-            of_masks = self._mask_arguments(masks, of.cu_seqlens_k, of.cu_seqlens_q)
-            names = "lists", "aux_tensors", "columns", "block_size", "bits"
-            arguments |= zip(names, of_masks, strict=True)
-        given = (arguments.get(row.argument) for row in FORWARD if row.argument != STREAM)
-        self._function(*given)
-
     def _result(self, name: str, sums: Tensor) -> Tensor:
-        problem = self._plan.problem
+        problem = self.plan.problem
         if name in _OF_BLOCKS:
             reduced = torch.amax if name == "block_maxima" else torch.sum
             sums = reduced(sums.view(self._parts), (2, 4, 6))
@@ -227,19 +183,12 @@ class PreparedStatistics:
         return sums.float()
 
 
-_kept: dict[Any, PreparedStatistics] = Recent(_MOST_KEPT)
-
-
 def run_statistics(
     call: AttentionCall, lse: Any, request: StatisticsRequest
 ) -> AttentionStatistics:
     """The statistics of a call, whose v is k. Raises as `plan_statistics`."""
-    _, key = find_fwd({}, call)
-    if key is not None and isinstance(lse, Tensor):
-        key = key, metadata(lse), request
-    found = _kept.get(key)
-    if found is None:
-        found = PreparedStatistics(plan_statistics(call, lse, request), request)
-        if found.is_kernel and key is not None:
-            _kept[key] = found
-    return found(call.tensors, call.masks, lse)
+    walk = prepared(
+        *(call, (lse,), request),
+        lambda: PreparedStatistics(plan_statistics(call, lse, request), request),
+    )
+    return walk(call.tensors, call.masks, lse)

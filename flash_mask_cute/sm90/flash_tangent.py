@@ -2,8 +2,8 @@
 
 dS = scale * (tQ K^T + Q tK^T); tO = sum of (P dS) V + P tV, minus mu O; mu = sum of P dS of a row
 is the tangent of its LSE. Five products of a key block, and one accumulator. From all dS of a row
-its mean over the row's first block is subtracted, and added to mu at the end. That changes nothing
-but the rounding: a shift that all keys have in common costs no precision.
+its mean over the first block in which the row sees a key is subtracted, and added to mu at the end.
+That changes nothing but the rounding: a shift that all keys have in common costs no precision.
 
 All is as in `flash_fwd`, but one of the two mask warps loads what the load warp loads, of the
 tangents, into the same fills. The stages of tangents follow those of their tensor. S and dS of a
@@ -12,7 +12,7 @@ block are issued with tO of the block before. P is computed under both others, P
 
 from dataclasses import dataclass, fields, replace
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -97,17 +97,19 @@ class TangentTensors(NamedTuple):
 @dataclass(frozen=True)
 class TangentBlocks(KeyBlocks):
     """`KeyBlocks` with the state of a thread's rows: what turns scores to base 2 into exponents of
-    probabilities, what is subtracted from dS, and sums of P (dS - centre). words: of P dS and P."""
+    probabilities, what is subtracted from dS, how many keys were visible when it was found (0: it
+    is not known yet), and sums of P (dS - centre). words: of P dS and P."""
 
     bias: cute.Tensor | None = None
     centre: cute.Tensor | None = None
+    seen: cute.Tensor | None = None
     mu: cute.Tensor | None = None
     words: tuple[cute.Tensor, cute.Tensor] | None = None
 
     @staticmethod
     def of(blocks: KeyBlocks) -> "TangentBlocks":
         given = [getattr(blocks, x.name) for x in fields(KeyBlocks)]
-        rows = (cute.make_rmem_tensor((wgmma.ROWS_PER_THREAD,), Float32) for _ in range(3))
+        rows = (cute.make_rmem_tensor((wgmma.ROWS_PER_THREAD,), Float32) for _ in range(4))
         return TangentBlocks(*given, *rows, (blocks.make_probs(), blocks.make_probs()))
 
     # -- products -------------------------------------------------------------------------------
@@ -143,7 +145,8 @@ class TangentBlocks(KeyBlocks):
                 lse = given.lse[row_place(lengths, work, work.head_idx, row)]
             # a row that sees nothing has no probabilities, whatever the exponents begin with
             self.bias[r] = cutlass.select_(lse == -Float32.inf, Float32(0.0), -lse * LOG2_E)
-            self.mu[r] = Float32(0.0)
+            for of_row in (self.centre, self.seen, self.mu):
+                of_row[r] = Float32(0.0)
 
     @cute.jit
     def visit(
@@ -181,7 +184,9 @@ class TangentBlocks(KeyBlocks):
         channels.k.release(block)
         if const_expr(bits is not None):
             bit_tile.hide_unset(dscores, bits, Float32(0.0))
-        if const_expr(is_first):
+        if const_expr(is_first):  # noqa: SIM114 (while tracing)
+            self._find_centre(dscores, bits)
+        elif cute.arch.vote_ballot_sync(self.seen[0] * self.seen[1] == 0.0) != 0:
             self._find_centre(dscores, bits)
         self._multiply_dscores(scores, dscores)
         if const_expr(not is_first):
@@ -208,14 +213,20 @@ class TangentBlocks(KeyBlocks):
                 exponent = cute.math.fma(scores[r, c], self.scales.scale_log2, self.bias[r])
                 scores[r, c] = cute.math.exp2(exponent, fastmath=True)
 
-    def _find_centre(self, dscores: cute.Tensor, bits: tuple) -> None:
-        """The mean of the visible dS of each row."""
+    def _find_centre(self, dscores: cute.Tensor, bits: tuple | None) -> None:
+        """The mean of the visible dS of each row that has seen no key before. bits None: it sees
+        all of these."""
         columns = cute.size(dscores, mode=[1])
         for r in range(wgmma.ROWS_PER_THREAD):
-            visible = Int32(cute.arch.popc(bits[r] & ((1 << columns) - 1))).to(Float32)
-            seen = cute.arch.fmax(quad_reduce(visible, add), Float32(1.0))
+            visible = Int32(columns)
+            if bits is not None:
+                visible = Int32(cute.arch.popc(bits[r] & ((1 << columns) - 1)))
+            count = quad_reduce(visible.to(Float32), add)
             total = quad_reduce(QUAD_ROWS.total([dscores[r, c] for c in range(columns)]), add)
-            self.centre[r] = total * cute.arch.rcp_approx(seen) * (self.scales.scale_log2 * LN_2)
+            mean = total * cute.arch.rcp_approx(cute.arch.fmax(count, Float32(1.0)))
+            mean *= self.scales.scale_log2 * LN_2
+            self.centre[r] = cutlass.select_(self.seen[r] == 0.0, mean, self.centre[r])
+            self.seen[r] += count
 
     def _multiply_dscores(self, probs: cute.Tensor, dscores: cute.Tensor) -> None:
         """P (dS - centre) in place of dS, and its sums."""
@@ -274,10 +285,7 @@ class AttentionTangentSm90(FlashAttentionForwardSm90):
     mPartials the first fields of `TangentTensors`."""
 
     traits_type, query_loaders = TangentTraits, 2
-
-    @staticmethod
-    def destination_of(given: tuple, *_: Any) -> TangentTensors:
-        return TangentTensors(*given)
+    destination_of = staticmethod(lambda given, split, has_low: TangentTensors(*given))
 
     def with_operands(self, partials: TangentTensors, lengths: Lengths, mO: cute.Tensor):
         operands = tma.Operands.of_forward(self.traits, *partials[:3], mO, lengths)

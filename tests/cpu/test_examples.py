@@ -76,6 +76,28 @@ def test_decoding_over_a_cache_in_fp8(
         module.main("--fp8")
 
 
+@pytest.mark.parametrize(
+    ("part", "gate"), [("choose", "dense twin"), ("flash_attn_with_kvcache", "decoding")]
+)
+def test_a_bad_choice_or_cache_costs_more_loss_than_allowed(
+    part: str, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks drawn at random, and a cache whose answers are noise."""
+    (path,) = (x for x in EXAMPLES if x.stem == "21_train_an_indexer")
+    module = load(path, monkeypatch)
+    right = getattr(module, part)
+
+    def choose(share: torch.Tensor, keys: int) -> torch.Tensor:
+        return right(torch.rand_like(share) * (share > 0), keys)
+
+    def noise(q: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+        return torch.randn_like(q)
+
+    monkeypatch.setattr(module, part, choose if part == "choose" else noise)
+    with pytest.raises(SystemExit, match=f"{path.stem}: wrong result .loss .*{gate}"):
+        module.main("--steps", "4")
+
+
 def in_a_process(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments, on a machine that has no GPU as far as it can see."""
     path = os.pathsep.join(map(str, (ROOT / "examples", ROOT)))
@@ -133,7 +155,7 @@ def test_ends_with_an_error_if_the_result_is_wrong(
     def slightly_wrong(*args: Any, **keywords: Any) -> Any:
         result = attend(*args, **keywords)
         if hasattr(result, "key_sums"):
-            return result._replace(key_sums=result.key_sums * 1.1)
+            return type(result)(*(None if x is None else x * 1.1 for x in result))
         return (result[0] * 1.1, result[1]) if isinstance(result, tuple) else result * 1.1
 
     monkeypatch.setattr(module, name, slightly_wrong)

@@ -23,7 +23,7 @@ from statistics_oracle import NAMES, Wanted, arguments, assert_right, draw_wante
 
 import flash_mask_cute
 from flash_mask_cute import attention_statistics
-from flash_mask_cute.call import statistics
+from flash_mask_cute.call import second_walk, statistics
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations", "on_simulator")]
@@ -41,7 +41,7 @@ def on_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(ACTIVE_ARCH, num_sms=SMS)
     planned = partial(statistics.plan_statistics, target=target)
     monkeypatch.setattr(statistics, "plan_statistics", planned)
-    monkeypatch.setattr(statistics, "_kept", {})
+    monkeypatch.setattr(second_walk, "_kept", {})
 
 
 def check(simulator: ModuleType, inputs: Inputs, wanted: Wanted, seed: int | None = 1) -> None:

@@ -194,6 +194,30 @@ def test_a_wrong_choice_of_blocks_is_no_figure(monkeypatch: pytest.MonkeyPatch) 
     assert row["kind"] == "decode" and row["error"] < selected.ALLOWED
 
 
+def test_a_training_step_of_an_indexer_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = selected.small([case for case in selected.CASES if case.trains])
+    step = selected.Step.of(case, "cpu")
+    numbers = step.given.chosen.indices[0].long()
+    blocks, own = case.n // case.block, torch.arange(case.n)[:, None] // case.block
+    has = torch.zeros(*numbers.shape[:2], blocks + 1, dtype=torch.bool)
+    has.scatter_(2, numbers.where(numbers >= 0, blocks), True)
+    seen = has[..., :blocks]
+    assert seen[..., 0].all() and seen.gather(2, own.expand(1, -1, 1)).all()
+    assert torch.equal(seen.sum(-1), (own[:, 0] + 1).clamp(max=case.k).expand(1, -1))
+    assert len(step()) == 5 and all(x.isfinite().all() for x in step())
+    run = dry_run(selected.TABLE)
+    (row,) = selected.measure(case, run)
+    assert row["kind"] == "step" and row["teacher_error"] < 1e-5
+
+    def wrong(*args: Any, **keywords: Any) -> Any:
+        found = attention_statistics(*args, **keywords)
+        return found._replace(block_sums=found.block_sums * 1.1)
+
+    monkeypatch.setattr(selected, "attention_statistics", wrong)
+    (row,) = selected.measure(case, run)
+    assert row["kind"] == "wrong" and row["teacher_error"] > selected.ALLOWED
+
+
 def test_decoding_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("append", "mixed", "tree4", "sink"):
         case = next(case for case in decode.SMALL if case.name == name)

@@ -11,7 +11,7 @@ from cases import BF16, Case
 from inputs import make_inputs
 from planned import call_of, forward_call
 
-from flash_mask_cute.call import tangent
+from flash_mask_cute.call import second_walk, tangent
 from flash_mask_cute.call.kernel_operands import FORWARD
 from flash_mask_cute.call.tangent import PreparedTangent, plan_tangent
 from flash_mask_cute.call.tiles.arch import SM90
@@ -72,7 +72,7 @@ def test_the_launch(strided: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
     found = plan_tangent(call, HOPPER)
     assert not found.problem.shared_kv
     compiled = SimpleNamespace(function=lambda *given: launched.append(given))
-    monkeypatch.setattr(tangent, "compile_fwd", lambda *_: compiled)
+    monkeypatch.setattr(second_walk, "compile_fwd", lambda *_: compiled)
     out, lse = inputs.q.new_ones(2, 40, 4, 64), torch.zeros(2, 4, 40)
     tangents = tuple(x + 1 for x in tensors)
     run = PreparedTangent(found)
@@ -103,7 +103,7 @@ def test_a_prepared_launch_is_found_again(monkeypatch: pytest.MonkeyPatch) -> No
             return given.out, given.lse
 
     monkeypatch.setattr(tangent, "PreparedTangent", Prepared)
-    monkeypatch.setattr(tangent, "_kept", {})
+    monkeypatch.setattr(second_walk, "_kept", {})
     call = call_of(Case("again", 1, 40, 40, 2, 2, 64))
     x = call.tensors
     given = Tangents(x.q, x.k, x.v, x.q.clone(), torch.zeros(1, 2, 40))
