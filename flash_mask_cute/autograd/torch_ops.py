@@ -182,7 +182,7 @@ def to_operator(
         check_bool("pack_gqa", options.pack_gqa)
     given = plain_arguments(call)
     given.update(_operator_scale(options.softmax_scale))
-    given["q_start"] = options.q_start.encoded()
+    given["q_start"] = options.q_start.operand()
     mods = {**masks.mods._asdict(), "score_mod_bwd": own.score_mod_bwd}
     for name, mod in mods.items():
         if not (mod is None or isinstance(mod, str) or torch.compiler.is_compiling()):

@@ -106,7 +106,7 @@ def in_a_process(*arguments: str | Path, **variables: str) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(6)
 @pytest.mark.parametrize("name", ["13_context_parallel", "17_titan_context_parallel"])
 def test_examples_of_several_devices_start_two_processes(name: str) -> None:
     child = in_a_process(ROOT / "examples" / f"{name}.py")
@@ -116,7 +116,7 @@ def test_examples_of_several_devices_start_two_processes(name: str) -> None:
     assert "rank 2, " not in child.stdout
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(6)
 @pytest.mark.parametrize("name", ON_SOFTWARE_GPU)
 def test_runs_on_the_software_gpu_and_notices_a_wrong_result(name: str) -> None:
     child = in_a_process("-c", TWICE, name, ON_SOFTWARE_GPU[name])

@@ -35,7 +35,7 @@ def test_few_callables() -> None:
     assert len(set(mods)) <= 20
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_hostile_calls(chunk: int) -> None:
     outcomes = [run_call(draw_call(SEED, number), CPU) for number in range(chunk, CALLS, CHUNKS)]

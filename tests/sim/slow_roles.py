@@ -120,16 +120,22 @@ def with_each_role_slow(
     kernels: Iterable[str],
     run: Callable[[], object],
     turn: int | None = None,
+    is_short: bool = False,
 ) -> int:
     """`run`, which launches kernels and holds their results to what is right, as it is, and with
     each role of each of `kernels` slow. Returns how many sets of warps were slow. turn: only two
-    sets of warps are, of which each has its turn."""
-    monkeypatch.setitem(simulator.OPTIONS, "slow", frozenset())
+    sets of warps are, of which each has its turn. is_short: one of these two takes the place of the
+    run as it is."""
+    number = turn or 0
+    first = frozenset({number % WARPS_PER_WARPGROUP}) if is_short else frozenset[int]()
+    monkeypatch.setitem(simulator.OPTIONS, "slow", first)
     run()
     num_warps = launched(simulator)
     sets = set().union(*(slow_sets(x, num_warps[x]) for x in kernels))
     ordered = sorted(sets, key=sorted)
-    if turn is not None:
+    if is_short:
+        ordered = [ordered[number % len(ordered)]]
+    elif turn is not None:
         ordered = [ordered[(2 * turn + i) % len(ordered)] for i in range(min(2, len(ordered)))]
     for warps in ordered:
         monkeypatch.setitem(simulator.OPTIONS, "slow", warps)
@@ -193,8 +199,7 @@ def cache_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _islands(cycle: int, whole: int, cut: int) -> Callable[..., list[list[int]]]:
-    """Of each `cycle` keys every query sees the first `whole` ones, those up to some row see the
-    next `cut`, and nobody sees the others."""
+    """Of each `cycle` keys all see `whole`, some rows the next `cut`, nobody the others."""
 
     def columns(rng: random.Random, seqlen_q: int, seqlen_k: int, n: int) -> list[list[int]]:
         ends = []

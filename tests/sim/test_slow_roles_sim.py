@@ -322,12 +322,12 @@ def classes() -> dict[str, list[str]]:
 def test_each_class_of_kernels(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, of_class: str
 ) -> None:
-    """Each day, by one of its cases, and with two sets of its warps slow."""
+    """Each day, by one of its cases, run with a warp and with a set of its warps slow."""
     turn, names = drawn_share.seed() or 0, classes()[of_class]
     run, kernels = OTHERS[names[turn % len(names)]]
     own = [kernel for kernel in kernels if class_of(kernel) == of_class]
     each = turn // len(names)
-    with_each_role_slow(simulator, monkeypatch, own, partial(run, simulator), each)
+    with_each_role_slow(simulator, monkeypatch, own, partial(run, simulator), each, is_short=True)
     assert {class_of(kernel) for kernel in launched(simulator)} >= {of_class}
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from cases import FP32, FP64, Case
 from inputs import Inputs, make_inputs
+from planned import attend_of
 from random_cases import small_case
 from tangent_oracle import (
     Pair,
     assert_tangents_close,
-    attend_of,
     dual_results,
     make_tangents,
     reference_tangents,

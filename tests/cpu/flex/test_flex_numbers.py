@@ -1,7 +1,4 @@
-"""Numbers in masks: bounds of queries and keys of every kind, against each score by torch itself.
-
-FLASH_MASK_NUMBERS_SEED is the first seed of the drawn masks, FLASH_MASK_NUMBERS_DRAWS their number.
-"""
+"""Numbers in masks: bounds of queries and keys of every kind, against each score by torch."""
 
 from __future__ import annotations
 

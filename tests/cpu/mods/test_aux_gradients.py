@@ -112,8 +112,7 @@ def test_small_ones_against_oracle(case: Case, name: str) -> None:
 
 
 def test_views_of_any_strides() -> None:
-    """Transposed, every second one, and one number for all heads; gradients as of a contiguous
-    tensor, which torch then sums."""
+    """Transposed, every second one, one number for all heads: as of a contiguous tensor."""
     given = make_trained(Case("t5", 1, 30, 40, causal=True, **SMALL), "t5")
     dout, dlse = make_output_gradients(given.inputs)
     (expected,) = check(given)
