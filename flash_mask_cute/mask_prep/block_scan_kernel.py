@@ -28,7 +28,7 @@ from flash_mask_cute.mask_prep.block_lists_kernel import (
     write_lists,
 )
 from flash_mask_cute.mods.aux_reads import CheckedAux
-from flash_mask_cute.mods.calling import call_mask_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_mask_mod
 
 NUM_WARPS = 8
 # rows and columns of a thread between two tests whether the state of a block is known
@@ -185,7 +185,6 @@ class BlockScan:
         return state
 
     def _look(self, place: ListCoord, q_idx: Int32, k_idx: Int32, aux_tensors) -> Int32:
-        visible = call_mask_mod(
-            self.mask_mod, place.batch_idx, place.head_idx, q_idx, k_idx, aux_tensors
-        )
+        of_score = ScorePlace(place.batch_idx, place.head_idx, q_idx, k_idx)
+        visible = call_mask_mod(self.mask_mod, of_score, aux_tensors)
         return cutlass.select_(visible, Int32(FULL), Int32(EMPTY))
