@@ -462,16 +462,16 @@ class EntryBackwardSm90:
         else:
             self._give(acc_dV, tiles.sums[None, 1])
         self._sync_both()
-        end = extents.seqlen_k
+        count = extents.seqlen_k - first
         if mma_warpgroup_idx() == 0:
             self._take_over(acc_dV, tiles.sums[None, 1])
             target = outputs.dv[None, None, head_idx, batch_idx]
-            send_gradient(self.traits, acc_dV, tiles.ds[None, None, 0], target, first, end)
+            send_gradient(self.traits, acc_dV, tiles.ds[None, None, 0], target, first, count)
         else:
             self._take_over(acc_dK, tiles.sums[None, 0])
             scale(acc_dK, scale_dk)
             target = outputs.dk[None, None, head_idx, batch_idx]
-            send_gradient(self.traits, acc_dK, tiles.ds[None, None, 1], target, first, end)
+            send_gradient(self.traits, acc_dK, tiles.ds[None, None, 1], target, first, count)
         self._sync_both()
 
     def _sync_both(self) -> None:

@@ -438,13 +438,15 @@ class ShortBackwardSm90:
         smem = tiles.ds[None, None, group]
         dq, dk, dv = (x[None, None, part.head_idx, part.first + i] for x in outputs[:3])
         first = group * ROWS_PER_WARPGROUP
+        keys = extents.seqlen_k - first
         scale(acc_dK, score_args.scale_dk)
-        send_gradient(traits, acc_dV, smem, dv, first, extents.seqlen_k)
-        send_gradient(traits, acc_dK, smem, dk, first, extents.seqlen_k)
+        send_gradient(traits, acc_dV, smem, dv, first, keys)
+        send_gradient(traits, acc_dK, smem, dk, first, keys)
         groups = self._row_groups()
         for j in cutlass.range_constexpr(len(groups)):
             scale(accs_dQ[j], score_args.scale_dq)
             row = groups[j] * ROWS_PER_WARPGROUP
-            # groups that do not exist begin at or after the end
-            send_gradient(traits, accs_dQ[j], smem, dq, row, extents.seqlen_q)
+            # not above 0 for groups that do not exist
+            queries = extents.seqlen_q - row
+            send_gradient(traits, accs_dQ[j], smem, dq, row, queries)
         sync_warpgroup(Barrier.SENT)

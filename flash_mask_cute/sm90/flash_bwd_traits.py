@@ -168,7 +168,7 @@ class BwdTraits(QueryBlockTraits):
 
     @property
     def column_groups(self) -> int:
-        """Groups into which the MMA warpgroups divide the columns of dK and dV."""
+        """Number of groups into which the MMA warpgroups divide the columns of dK and dV."""
         return NUM_MMA_WARPGROUPS // self.key_groups
 
     @property

@@ -500,5 +500,5 @@ class RoleSums:
                 sums[r, c] = cutlass.select_(has_sums[r], sums[r, c] * scale, Float32(0.0))
         gmem = rows_of(self.gradient, work, work.offset_k if self.by_keys else work.offset_q)
         own, first_row = mma_warpgroup_idx(), work.block * ROWS
-        place = first_row, work.slot, own * traits.own_cols
+        place = first_row, work.slot - first_row, own * traits.own_cols
         send_gradient(traits, acc, self.shared.out[None, None, own], gmem, *place)

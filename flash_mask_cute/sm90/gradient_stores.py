@@ -45,27 +45,21 @@ def send_gradient(
     smem: cute.Tensor,
     target: cute.Tensor,
     first: Int32,
-    end: Int32,
+    count: Int32,
     first_col: Int32 | int = 0,
-    has_sums: Boolean | None = None,
 ) -> None:
-    """Store 64 rows of a gradient by way of this warpgroup's `smem`, those before `end`.
+    """Store 64 rows of a gradient, the first `count` of them, by way of this warpgroup's `smem`.
 
-    traits: with dtype and mma_words. smem: (64 rows or more, columns). target: (row, d). first,
-    first_col: where in it the rows and their columns begin. has_sums: False: store zeros.
+    traits: with dtype and mma_words. smem: (rows, columns), at least 64 each. target: (row, d).
+    first, first_col: where in it the rows and their columns begin.
     """
-    start, num_cols, cols = 0, wgmma.num_cols(acc), cute.size(smem, mode=[1])
+    start, end = 0, wgmma.num_cols(acc)
     gmem = cute.domain_offset((first, 0), target)
-    while start < num_cols:
-        width = next(n for n in (64, 32, 16) if n <= min(cols, num_cols - start))
+    while start < end:
+        width = next(n for n in (64, 32, 16) if n <= end - start)
         values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
-        if has_sums is not None:
-            words = cute.recast_tensor(values, Int32)
-            for i in range(cute.size(words)):
-                words[i] = cutlass.select_(has_sums, words[i], Int32(0))
-        mma = traits.mma_words(width)
         staged = cute.local_tile(smem, (wgmma.ROWS_PER_WARPGROUP, width), (0, 0))
-        send_rows(values, mma, staged, gmem, end - first, first_col + start)
+        send_rows(values, traits.mma_words(width), staged, gmem, count, first_col + start)
         start += width
 
 
@@ -91,13 +85,23 @@ def send_gradients(
     unit = traits.ds_unit(traits.ds_stage(block), traits.key_group(), 0)
     smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, traits.column_group()))
     first_key = work.block * traits.tile_n + traits.first_key()
-    gmem = rows_of(target, work, work.offset_k)
+    gmem = cute.domain_offset((first_key, 0), rows_of(target, work, work.offset_k))
     for acc, part in zip(accs, columns, strict=True):
+        start, end = 0, part.width
         first_col = part.first
         if part.sharers > 1:
-            first_col += traits.column_group() * part.width
-        # without scores, what was loaded is another sequence's, perhaps not even finite
-        send_gradient(traits, acc, smem, gmem, first_key, work.slot, first_col, has_sums)
+            first_col += traits.column_group() * end
+        while start < end:
+            width = next(n for n in (64, 32, 16) if n <= min(cols, end - start))
+            values = wgmma.rounded(wgmma.columns(acc, start, start + width), traits.dtype)
+            words = cute.recast_tensor(values, Int32)
+            for i in range(cute.size(words)):
+                # without scores, what was loaded is another sequence's, perhaps not even finite
+                words[i] = cutlass.select_(has_sums, words[i], Int32(0))
+            mma, staged = traits.mma_words(width), cute.local_tile(smem, (rows, width), (0, 0))
+            # not in common with `send_gradient`: another order gives other machine code
+            send_rows(values, mma, staged, gmem, work.slot - first_key, first_col + start)
+            start += width
 
 
 @cute.jit
