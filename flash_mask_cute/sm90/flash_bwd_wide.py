@@ -18,7 +18,6 @@ docs/backward_sm90.md#heads-above-256 has the reasons.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -298,12 +297,12 @@ class RoleLoads:
         of_block, query = self.lengths.of_block(work, block), (work.head_idx, work.block)
         if const_expr(self.by_keys):
             query = block.head_idx, block.index
-            copy_kept = self._copy(self.kept, shared.kept, False, work, work.head_idx, work.block)
-            copy_passing = self._copy(self.passing, shared.rows, True, of_block, *query)
+            kept = self._rows(self.kept, False, work, work.head_idx, work.block)
+            passing = self._rows(self.passing, True, of_block, *query)
         else:
-            of_keys = work, work.head_idx // self.group, block.index
-            copy_kept = self._copy(self.kept, shared.kept, True, work, *query)
-            copy_passing = self._copy(self.passing, shared.rows, False, *of_keys)
+            kept = self._rows(self.kept, True, work, *query)
+            head_kv = work.head_idx // self.group
+            passing = self._rows(self.passing, False, work, head_kv, block.index)
         first_block = RowBlocks(self.lengths, ROWS).first_of(of_block.batch_idx, of_block.offset_q)
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
         words = flags, query[0], first_block + query[1]
@@ -314,26 +313,30 @@ class RoleLoads:
                 shared.block_words[i, stage] = Int32(words[i])
         num_bytes = self.traits.bytes_rows
         channel.expect(number, cutlass.select_(number == first, Int32(2 * num_bytes), num_bytes))
-        copy_passing(stage, barrier)
+        self._copy(self.passing, passing, shared.rows, stage, barrier)
         if number == first:
             channel.wait_until_released(number - 1)
-            copy_kept(Int32(0), barrier)
+            self._copy(self.kept, kept, shared.kept, Int32(0), barrier)
         return number + 1
 
-    def _copy(
-        self, operand: Operand, smem: cute.Tensor, is_query: bool, work: Work, head: Int32,
-        block: Int32,
-    ) -> Callable[[Int32, cute.Pointer], None]:  # fmt: skip
-        """A function that starts to copy 64 rows of a head into a stage, and signals a barrier."""
+    def _rows(
+        self, operand: Operand, is_query: bool, work: Work, head: Int32, block: Int32
+    ) -> tuple[cute.Tensor, tuple[Int32, Int32]]:
+        """The ((head, row), d) tensor of a sequence, and the head and the first row to read."""
         side = tma.RowSide.of_keys(self.lengths)
         place = self.lengths.kv_entry(work.batch_idx), work.offset_k, work.seqlen_k
         if is_query:
             side = tma.RowSide.of_queries(self.lengths)
             place = work.batch_idx, work.offset_q, work.seqlen_q
-        atom, source = operand
-        gmem, row = tma.readable_rows(source, side, *place, block * ROWS)
-        src, dst = tma.tile_of(atom, gmem, (head, row), ((1, ROWS), self.traits.tile_d), smem)
-        return lambda stage, barrier: cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
+        rows, row = tma.readable_rows(operand[1], side, *place, block * ROWS)
+        return rows, (head, row)
+
+    def _copy(
+        self, operand: Operand, rows: tuple[cute.Tensor, tuple[Int32, Int32]], smem: cute.Tensor,
+        stage: Int32, barrier: cute.Pointer,
+    ) -> None:  # fmt: skip
+        src, dst = tma.tile_of(operand[0], *rows, ((1, ROWS), self.traits.tile_d), smem)
+        cute.copy(operand[0], src, dst[None, stage], tma_bar_ptr=barrier)
 
 
 @dataclass(frozen=True)
