@@ -1,9 +1,8 @@
 """What a mod reaches beyond its arguments: tensors, numbers, and a key for everything else.
 
 The walk is the one that caches kernels (`runtime/callable_key`), with two differences. A tensor
-counts by its place, dtype and rank. So another tensor in its place, such as the document ids of the
-next batch, gives the same structure. A number counts by its place and type, and its value is
-recorded separately: what was lowered for one value may serve others.
+counts by its place, dtype and rank: the document ids of the next batch give the same structure. A
+number counts by its place and type: what was lowered for one value may serve others.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from flash_mask_cute.runtime.callable_key.releases import release_of, resolves
 from flash_mask_cute.runtime.callable_key.traversal import Steps, Traversal
 
 Reached = Sequence[tuple[Any, tuple[str, ...]]]
-"""All objects that a walk met, the mod first, each with the names that the function mentions by
-which it was reached."""
+"""All objects that a walk met, the mod first; names: mentioned by the function that reached it."""
 
 
 class CapturedTensor(NamedTuple):
@@ -32,7 +30,7 @@ class CapturedTensor(NamedTuple):
 
 
 class CapturedNumber(NamedTuple):
-    """is_shared: other paths reach it as well, through one object."""
+    """is_shared: other paths reach the same object."""
 
     number: int | float
     path: Path
@@ -40,8 +38,8 @@ class CapturedNumber(NamedTuple):
 
 
 class Captures(NamedTuple):
-    """key: None if the walk cannot follow the mod; `reason` then says why. functions: paths of
-    Python functions, the mod among them. constants: paths of None, bools and strings."""
+    """key: None if the walk cannot follow the mod; `reason` says why. functions: the mod among
+    them. constants: None, bools and strings."""
 
     key: str | None
     tensors: tuple[CapturedTensor, ...]

@@ -7,26 +7,19 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-# Positional arguments of each kind, in torch and in CuTe.
-_ARITY = {"mask_mod": (4, 5), "score_mod": (5, 6)}
-_TORCH = {
-    "mask_mod": "(b, h, q_idx, kv_idx)",
-    "score_mod": "(score, b, h, q_idx, kv_idx)",
-}
-_CUTE = {
-    "mask_mod": "(b_idx, h_idx, q_idx, kv_idx, aux_tensors)",
-    "score_mod": "(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)",
-}
+from flash_mask_cute.mods.signature import IN_CUTE, IN_TORCH
+
+_TORCH, _CUTE = (
+    {kind: f"({', '.join(names)})" for kind, names in of.items()} for of in (IN_TORCH, IN_CUTE)
+)
 
 
 def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
     """Whether a mod must be lowered. False: it is a CuTe mod, or no mod, which later checks refuse.
 
-    kind: "mask_mod" or "score_mod". A mask_mod with 4 and a score_mod with 5 arguments are torch's;
-    with 5 and 6 they are CuTe's. A mod that accepts either number, by *args or a default, is
-    CuTe's, as it was when there was only CuTe. A mod that accepts only torch's number is torch's.
-    Raises TypeError: a `@cute.jit` function takes torch's arguments."""
-    in_torch, in_cute = _ARITY[kind]
+    kind: "mask_mod" or "score_mod". A mod that accepts both numbers of arguments, by *args or a
+    default, is CuTe's. Raises TypeError: a `@cute.jit` function takes torch's arguments."""
+    in_torch, in_cute = len(IN_TORCH[kind]), len(IN_CUTE[kind])
     accepted = _accepts(mod)
     if accepted is None or accepted(in_cute) or not accepted(in_torch):
         return False
@@ -40,14 +33,13 @@ def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
 
 
 def check_torch_mod(mod: Callable[..., Any], kind: str) -> None:
-    """Refuse what `flex_attention` cannot take as a mod. Raises TypeError: it is not callable, or
-    its arguments are not torch's."""
+    """Raise TypeError for a mod that is not callable, or whose arguments are not torch's."""
     if not callable(mod):
         raise TypeError(f"{kind} must be callable, got {mod!r}")
     if is_torch_mod(mod, kind):
         return
     accepted = _accepts(mod)
-    in_torch, in_cute = _ARITY[kind]
+    in_torch, in_cute = len(IN_TORCH[kind]), len(IN_CUTE[kind])
     if accepted is None or accepted(in_torch):
         return
     hint = ""
@@ -63,13 +55,12 @@ def check_torch_mod(mod: Callable[..., Any], kind: str) -> None:
 
 
 def kind_of_torch_mod(mod: Callable[..., Any]) -> str:
-    """The kind of a mod written in torch: "mask_mod" or "score_mod". Raises TypeError: it takes
-    neither 4 nor 5 arguments."""
+    """The kind of a mod written in torch. Raises TypeError: it takes neither 4 nor 5 arguments."""
     accepted = _accepts(mod)
     if accepted is None:
         raise TypeError(f"{_name(mod)} has no signature that shows its arguments: pass kind")
-    for kind, (in_torch, _) in _ARITY.items():
-        if accepted(in_torch):
+    for kind, names in IN_TORCH.items():
+        if accepted(len(names)):
             return kind
     raise TypeError(
         f"{_name(mod)} must take {_TORCH['mask_mod']} or {_TORCH['score_mod']}, got "

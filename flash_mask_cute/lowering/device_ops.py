@@ -1,9 +1,8 @@
-"""The effect of torch operators on numbers, in CuTe. The text of lowered mods calls these
-functions.
+"""torch operators on scalars of the DSL, which the text of lowered mods calls.
 
-Each function takes scalars of the DSL, of one dtype unless stated otherwise; Python numbers may
-replace some of them. It returns a scalar of that dtype. The code is straight-line: both sides of a
-choice are computed. Where torch and CuTe agree, lowered text uses the operator itself.
+Operands have one dtype unless stated otherwise, which the result has too; Python numbers may
+replace some of them. The code is straight-line: both sides of a choice are computed. Where torch
+and CuTe agree, lowered text uses the operator itself.
 """
 
 import math
@@ -16,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Uint32, Uint64
 from cutlass._mlir import ir
 
 from flash_mask_cute.core.exp2 import LOG2_E
-from flash_mask_cute.mods import derivative
+from flash_mask_cute.mods.derivative import detached as detached
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
@@ -34,14 +33,13 @@ def _dtype(*numbers: Any) -> Any:
 
 
 def inside(table: Any, dimension: int, index: Any) -> Any:
-    """A non-negative index. Kernels check nothing, and read the last element for an index past the
-    end. On the CPU the read is checked, and an index past the end is an error."""
+    """A non-negative index. Kernels read the last element for one past the end; on the CPU the read
+    is checked."""
     return index if table.check is not None else table.last_at_most(dimension, index)
 
 
 def below(table: Any, dimension: int, extent: int, index: Any) -> Any:
-    """A non-negative index less than `extent`; the host has checked that the table is not smaller.
-    On the CPU the read is checked all the same."""
+    """A non-negative index less than `extent`, which the host has checked."""
     return index
 
 
@@ -59,8 +57,7 @@ def wrapped(table: Any, dimension: int, index: Any) -> Any:
 
 
 def floor_divide(x: Any, y: Any) -> Any:
-    """Floor division of integers. An unknown divisor of 0 is replaced by 1, because a division
-    error would end the process."""
+    """Floor division of integers. A divisor of 0 becomes 1: an error would end the process."""
     if not isinstance(y, cutlass.Numeric):
         return -x if y == -1 else x // y
     is_safe = (y != 0) & (y != -1)
@@ -69,8 +66,7 @@ def floor_divide(x: Any, y: Any) -> Any:
 
 
 def nonneg_quotient(x: Any, y: int) -> Any:
-    """A non-negative integer divided by a known positive one, rounded down. That is one shift or
-    one product; signs would take five times as many instructions."""
+    """A non-negative integer divided by a known positive one, without instructions for signs."""
     if not isinstance(x, cutlass.Numeric):
         return x // y
     unsigned = Uint64 if x.width == 64 else Uint32
@@ -195,19 +191,15 @@ def float_floor_divide(x: Any, y: Any) -> Any:
     return where(y == 0.0, x / y, whole)
 
 
-def power(x: Any, y: Any) -> Any:
-    dtype = _dtype(x, y)
-    return dtype(cute.math.pow(dtype(x), dtype(y)))
+def _of_two(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def apply(x: Any, y: Any) -> Any:
+        dtype = _dtype(x, y)
+        return dtype(function(dtype(x), dtype(y)))
+
+    return apply
 
 
-def atan2(y: Any, x: Any) -> Any:
-    dtype = _dtype(y, x)
-    return dtype(cute.math.atan2(dtype(y), dtype(x)))
-
-
-def copysign(x: Any, signed: Any) -> Any:
-    dtype = _dtype(x, signed)
-    return dtype(cute.math.copysign(dtype(x), dtype(signed)))
+power, atan2, copysign = map(_of_two, (cute.math.pow, cute.math.atan2, cute.math.copysign))
 
 
 def hypot(x: Any, y: Any) -> Any:
@@ -267,8 +259,8 @@ def cos(x: Any) -> Any:
 
 
 def _wave(function: Callable[..., Any], x: Any) -> Any:
-    """sin or cos. In kernels, where `cute.math` has 300 instructions for each, one approximate
-    instruction after a reduction to a period; NaN for |x| > MOST_WAVE."""
+    """sin or cos. In kernels, where `cute.math` takes 300 instructions, one approximate instruction
+    after a reduction to a period; NaN for |x| > MOST_WAVE."""
     if not _is_in_kernel():
         return function(x)
     periods = cute.math.floor(x * (1.0 / math.tau) + 0.5)
@@ -277,11 +269,6 @@ def _wave(function: Callable[..., Any], x: Any) -> Any:
         # without rounding of the product
         rest = cute.math.fma(periods, Float32(-part), rest)
     return function(where(abs(x) <= MOST_WAVE, rest, math.nan), fastmath=True)
-
-
-def detached(x: Any) -> Any:
-    """x, treated as constant by differentiation."""
-    return derivative.detached(x)
 
 
 def is_nan(x: Any) -> Any:

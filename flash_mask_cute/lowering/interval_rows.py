@@ -1,8 +1,7 @@
 """The numbers of a mask that column intervals may express: for each key, the queries that see it.
 
-torch computes the conditions of `intervals.find_form` for all queries or all keys at once. A key
-whose queries are several ranges is noted, and the caller asks once for all of them. Nothing here
-waits for the device.
+torch computes the conditions of `intervals.find_form` for all queries or all keys at once. Nothing
+here waits for the device: whether each key has one range of queries is a tensor.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ _FAR = 1 << 40
 
 
 class Read(NamedTuple):
-    """A read of a captured tensor by indices. captured: its number; None: it is computed.
-
-    entries: of the dimension that is read at the batch entry alone; 1 if there is none. is_inside:
-    0-d bool, whether all indices are inside.
-    """
+    """A read by indices. captured: the number of the tensor, None for a computed one. entries: of
+    the dimension that is read at the batch entry alone, else 1. is_inside: 0-d bool."""
 
     captured: int | None
     entries: int
@@ -53,8 +49,8 @@ class Read(NamedTuple):
 class Rows(NamedTuple):
     """The queries that see each key, from `low` to `high` - 1: int64 (batch | 1, seqlen_k).
 
-    is_right: whether each key has one such range; if not, the rows mean nothing. are_documents:
-    whether queries see only keys of their own number, and have those that the keys have.
+    is_right: 0-d bool, whether each key has one such range; if not, the rows mean nothing.
+    are_documents: 0-d bool, whether each query has the numbers of the key at its place.
     """
 
     low: Tensor
@@ -70,9 +66,8 @@ def rows_of(
     """The intervals of a form at a call. known: values of nodes that depend on no index.
     seqlens: queries and keys.
 
-    It waits for no device. It returns None if a comparison rounds indices, or if there is nothing
-    to see. On the CPU the rows are not right if an index is out of range; kernels on a GPU clamp
-    it.
+    None: a comparison rounds indices, or there is nothing to see. On the CPU the rows are not right
+    if an index is out of range; kernels clamp it.
     """
     if 0 in (*seqlens, batch):
         return None
@@ -114,8 +109,8 @@ class _Span(NamedTuple):
 class _Group(NamedTuple):
     """Queries that are equal to keys in all numbers seen so far.
 
-    of_rows: a number for each query, -1 for one that no key has to do with. of_keys: for each key
-    the number of its queries. span: these queries.
+    of_rows: a number for each query, -1 for one that is in no group. of_keys: for each key the
+    number of its queries. span: these queries.
     """
 
     of_rows: Tensor
@@ -145,8 +140,8 @@ class _Numbers:
         }
         self._reaches = dict.fromkeys(self._values, True)
         self._true = torch.ones((), dtype=torch.bool, device=device)
+        # what must hold for the rows to be right
         self.holds: list[Tensor] = []
-        """What must hold for the rows to be right."""
         self.reads: list[Read] = []
 
     # -- conditions ------------------------------------------------------------------------------
@@ -254,8 +249,8 @@ class _Numbers:
         return _Span(low, high, high - low == count)
 
     def _order(self, part: Order, group: _Group | None) -> _Span:
-        """Among the queries of a key, a number that does not fall is compared. It is searched in
-        all queries at once, with their run in front: queries beside each other in one group."""
+        """The queries of a key whose number, which does not fall among them, passes a bound. It is
+        searched in all queries at once, with their run in front: neighbours in one group."""
         self._check(part.sums)
         span = self._everything() if group is None else group.span
         of_rows = torch.zeros_like(self._q).long() if group is None else group.of_rows
@@ -299,9 +294,8 @@ class _Numbers:
         return sum(factor * self._long(value, is_table) for factor, value in terms)
 
     def _long(self, value: Any, is_table: bool) -> Any:
-        """An integer as int64 or a number. It is clamped: what is beyond all indices may be what is
-        largest in its dtype, to which nothing could be added. is_table: it is compared with others
-        than indices, and must not be clamped."""
+        """An integer as int64 or a number, clamped so that sums do not overflow. is_table: it is
+        compared with others than indices, and must not be clamped."""
         if isinstance(value, Whole):
             if max(self._rows, self._keys) >= EXACT:
                 raise NotIntervalsError
@@ -369,8 +363,8 @@ def _of_one_batch(*tensors: Tensor) -> list[Tensor]:
 
 
 def _ranks(of_rows: Tensor, of_keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers from 0 to seqlen_q that are equal where what is given is equal. Of queries and of
-    keys; and whether any query has the number of a key. NaN is equal to nothing."""
+    """Numbers from 0 to seqlen_q, of queries and of keys, that are equal where what is given is
+    equal; and whether any query has the number of a key. NaN is equal to nothing."""
     dtype = torch.promote_types(of_rows.dtype, of_keys.dtype)
     of_rows, of_keys = (x.to(dtype) for x in (of_rows, of_keys))
     wide = torch.float64 if dtype.is_floating_point else torch.int64

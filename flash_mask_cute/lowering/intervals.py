@@ -1,10 +1,9 @@
 """Traced masks as column intervals: for each key, one range of queries that see it.
 
 Documents, key validity, prefixes, windows, chunks and groups of image tokens, joined by `&`, `|`
-and `~`, are such masks. Kernels describe them by a few numbers for each key, skip what they hide,
-and call no callable. Here a graph becomes a tree of conditions (`find_form`);
-`interval_rows.rows_of` computes the numbers of a tree at a call, and says whether they are one
-range for each key. A mask that is plainly no tree of these conditions stays a mask_mod.
+and `~`, are such masks. Kernels skip what they hide, and call no callable. Here a graph becomes a
+tree of conditions (`find_form`); `interval_rows.rows_of` computes its numbers at a call, and says
+whether they are one range for each key. Any other mask stays a mask_mod.
 """
 
 from __future__ import annotations
@@ -348,9 +347,8 @@ class _Finder:
     def check_orders(self, part: Any, is_anchored: bool) -> None:
         """Refuse comparisons whose numbers can hardly rise from query to query.
 
-        The numbers decide at a call; here it is about telling masks that may be intervals from
-        those that are none. Tables are taken to rise among queries that are equal to the key in
-        something, and if they are compared with themselves.
+        The numbers decide at a call. Tables are taken to rise among queries that are equal to the
+        key in something (is_anchored), and if they are compared with themselves.
         """
         if isinstance(part, All):
             is_anchored |= any(

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,17 @@ from flash_mask_cute.lowering.captures import CapturedTensor, Captures, Reached,
 from flash_mask_cute.lowering.interval_rows import Rows, rows_of
 from flash_mask_cute.lowering.intervals import Form, find_form
 from flash_mask_cute.lowering.paths import Path, UnreachableError
-from flash_mask_cute.lowering.simplify import BandForm, Bound, Joined, band_of, find_bounds
+from flash_mask_cute.lowering.simplify import (
+    BandForm,
+    Bound,
+    Joined,
+    band_of,
+    find_bounds,
+    name_of_node,
+    nodes_behind,
+)
 from flash_mask_cute.lowering.text import Text, UnknownOperator, note_captured, write
-from flash_mask_cute.lowering.trace import Trace, name_of, trace, trace_with_numbers
+from flash_mask_cute.lowering.trace import Trace, name_of, trace
 from flash_mask_cute.lowering.values import DSL_NAMES, NotLowerable
 from flash_mask_cute.mods.aux_tensors import MAX_AUX_RANK, is_read_on
 from flash_mask_cute.runtime.process_state import trace_lock
@@ -44,17 +52,14 @@ _SCALING = ("div", "floor_divide", "fmod", "mul", "remainder")
 class LoweredMod:
     """A lowered torch mod, as attention takes it.
 
-    mod: a CuTe `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux)` or `score_mod(score, b_idx, ..., aux)`,
-    the same object for every mod with the same text. aux_tensors: the tensors that it reads, to be
-    passed as aux_tensors. source: the text of `mod`. kind: "mask_mod" or "score_mod". origins: for
-    each tensor, the path by which the torch mod reaches it. band: the mask_mod as two numbers, if
-    these express it. columns: the mask_mod as column intervals, if these may express it.
-    is_identity: a score_mod returns the score. is_lasting: it serves later calls as it is, as long
-    as nothing that the torch mod reaches changes; each of aux_tensors is then a captured tensor
-    itself, or none that a captured one changes. makes_tensors: some of them are new ones, of
-    numbers. checks: all indices are clamped to the tensors, even to small ones. rewritten: the
-    function and its text after so many aux tensors of others, with such checks. reached: by the
-    walk of the torch mod.
+    mod: a CuTe mask_mod or score_mod, the same object for every mod with the same text. source: its
+    text. kind: "mask_mod" or "score_mod". origins: for each of aux_tensors, the path by which the
+    torch mod reaches it. band: the mask_mod as two numbers, if these express it. columns: as column
+    intervals, if these may express it. is_identity: a score_mod returns the score. is_lasting: it
+    serves later calls as long as nothing that the torch mod reaches changes; each of aux_tensors is
+    then a captured tensor itself, or none that a captured one changes. makes_tensors: some of them
+    are new ones, of numbers. checks: all indices are clamped to the tensors, even to small ones.
+    rewritten: see `Program.rewritten`. reached: by the walk of the torch mod.
     """
 
     mod: Callable[..., Any]
@@ -73,7 +78,7 @@ class LoweredMod:
 
     def written(self, first_aux: int = 0, checks: bool = False) -> LoweredMod:
         """The same mod, reading its tensors after `first_aux` others, and with all indices clamped
-        if `checks` or if they are already."""
+        if `checks`."""
         checks |= self.checks
         mod, source = self.rewritten(first_aux, checks)
         if mod is self.mod:
@@ -95,8 +100,8 @@ class LoweredMod:
 
 @dataclass(frozen=True)
 class IntervalForm:
-    """A mask as column intervals, at a call. captured, numbers: the tensors and the numbers that
-    the intervals follow from. paths: of the tensors."""
+    """A mask as column intervals, at a call. captured, numbers: what the intervals follow from.
+    paths: of captured. known: values of nodes that depend on no index."""
 
     form: Form
     captured: tuple[Tensor, ...]
@@ -133,7 +138,7 @@ def lower_mod(
         raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
     captures = find_captures(mod)
     target = _device_of(captures, device)
-    program, captures = _program(mod, kind, captures, target)
+    program, captures = _program(_Asked(mod, kind, captures, target))
     return program.at_call(mod, captures, target)
 
 
@@ -141,7 +146,7 @@ def found_program(
     mod: Callable[..., Any], kind: str, device: torch.device
 ) -> tuple[Program, Captures]:
     """The program of a mod, and the captures that give its tensors."""
-    return _program(mod, kind, find_captures(mod), device)
+    return _program(_Asked(mod, kind, find_captures(mod), device))
 
 
 def mod_source(
@@ -189,10 +194,9 @@ class Program:
 
     name: of the first mod, for messages. text: after no other aux tensors, without checks. found:
     the captured tensors of a mod that no walk can follow; such a program is made anew at each call.
-    varying: the captured numbers that are not constants of it. bounds: set for a mask that is a
-    band. form: set for a mask that column intervals may express. knows_shapes: it is for the shapes
-    of the captured tensors. constants: tensors that the mod makes, by device. mods: functions and
-    their texts, by the arguments of `rewritten`.
+    varying: the captured numbers that are not constants of it. bounds, form: of a mask that may be
+    a band, or column intervals. knows_shapes: it is for these shapes of captured tensors.
+    constants: tensors that the mod makes, by device. mods: by the arguments of `rewritten`.
     """
 
     name: str
@@ -268,7 +272,7 @@ class Program:
     def rewritten(
         self, captured: tuple[CapturedTensor, ...], first_aux: int, checks: bool
     ) -> tuple[Callable[..., Any], str]:
-        """The function and its text, as `write` makes it for these arguments."""
+        """The function and its text, of `write` with these arguments."""
         key = first_aux if self.text.sources else 0, checks and bool(self.text.claims)
         found = self.mods.get(key)
         if found is None:
@@ -291,22 +295,10 @@ def _scaled_by(number: Node) -> list[Node]:
     found = []
     for user in number.users:
         made = user.meta.get("val")
-        name = str(user.target).removeprefix("aten.").split(".")[0]
         if made is not None and not isinstance(made, Tensor):
             found += _scaled_by(user)
-        elif made is not None and name in _SCALING and not made.dtype.is_floating_point:
+        elif name_of_node(user) in _SCALING and not made.dtype.is_floating_point:
             found.append(user)
-    return found
-
-
-def _behind(nodes: list[Node]) -> set[Node]:
-    """All nodes that nodes are made of."""
-    found, pending = set[Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
     return found
 
 
@@ -370,11 +362,11 @@ class _Structure:
     """Knowledge about the mods of one structure.
 
     name: kind, key of the captures, whether they follow forward, type of the device. first: the
-    numbers that the first mod captured. follows_forward: as in `find_captures`. calls_modules: the
-    mod must be walked again with follows_forward. varying: numbers that have changed since, and are
-    aux tensors now; fixed: numbers that cannot be. scales: of numbers by which positions of queries
-    and keys are divided or multiplied, as by the side of a grid, values that are constants all the
-    same: otherwise nothing is known of differences of positions (docs/mods.md#classes-of-reads).
+    numbers that the first mod captured. calls_modules: the mod must be walked again with
+    follows_forward. varying: numbers that have changed since, and are aux tensors now; fixed:
+    numbers that cannot be. scales: values of numbers that divide or multiply positions, as the side
+    of a grid does. They stay constants: otherwise nothing is known of differences of positions
+    (docs/mods.md#classes-of-reads).
     """
 
     name: tuple[Any, ...]
@@ -398,8 +390,8 @@ class _Structure:
         return self.name, varying, numbers, shapes
 
     def varying_of(self, captures: Captures) -> tuple[int, ...]:
-        """Those of `varying` that have usual values now: others are constants of a program of their
-        own, because the arithmetic of unknown numbers knows no NaN and no infinity."""
+        """Those of `varying` that have usual values now: the arithmetic of unknown numbers knows no
+        NaN and no infinity."""
         return tuple(
             i
             for i in self.varying
@@ -408,15 +400,14 @@ class _Structure:
         )
 
     def note_scales(self, captures: Captures, program: Program) -> bool:
-        """Keep the values of varying numbers by which a program divides or multiplies positions of
-        queries and of keys as constants, unless there are many; whether there are new ones."""
+        """Note the values of `scales`, unless there are many; whether there are new ones."""
         placeholders = program.module.graph.find_nodes(op="placeholder")
         query_and_key = set(placeholders[3:5])
         given = placeholders[len(placeholders) - len(program.varying) :]
         is_new = False
         for node, i in zip(given, program.varying, strict=True):
             known = self.scales.setdefault(i, set())
-            if len(known) < _MOST_SCALES and query_and_key <= _behind(_scaled_by(node)):
+            if len(known) < _MOST_SCALES and query_and_key <= nodes_behind(_scaled_by(node)):
                 known.add(captures.numbers[i].number)
                 is_new = True
         return is_new
@@ -441,27 +432,35 @@ traces = 0
 """How many mods were traced in this process."""
 
 
-def _program(
-    mod: Callable[..., Any], kind: str, captures: Captures, device: torch.device
-) -> tuple[Program, Captures]:
+class _Asked(NamedTuple):
+    """A mod to be lowered. device: of attention."""
+
+    mod: Callable[..., Any]
+    kind: str
+    captures: Captures
+    device: torch.device
+
+
+def _program(asked: _Asked) -> tuple[Program, Captures]:
     """The program of a mod, and the captures that give its tensors."""
     with trace_lock():
-        if captures.key is None:
-            return _untracked(mod, kind, captures, device), captures
-        structure = _structure(kind, captures, device)
+        if asked.captures.key is None:
+            return _untracked(asked), asked.captures
+        structure = _structure(asked)
         if structure.calls_modules:
-            captures = find_captures(mod, follows_forward=True)
-            if captures.key is None:
-                return _untracked(mod, kind, captures, device), captures
-            structure = _structure(kind, captures, device)
-        program = _programs.get(structure.key(captures))
+            asked = asked._replace(captures=find_captures(asked.mod, follows_forward=True))
+            if asked.captures.key is None:
+                return _untracked(asked), asked.captures
+            structure = _structure(asked)
+        program = _programs.get(structure.key(asked.captures))
         if program is not None:
-            return program, captures
-        return _new_program(structure, mod, kind, captures, device)
+            return program, asked.captures
+        return _new_program(structure, asked)
 
 
-def _structure(kind: str, captures: Captures, device: torch.device) -> _Structure:
-    name = kind, captures.key, captures.follows_forward, device.type
+def _structure(asked: _Asked) -> _Structure:
+    captures = asked.captures
+    name = asked.kind, captures.key, captures.follows_forward, asked.device.type
     structure = _structures.get(name)
     if structure is None:
         numbers = tuple(x.number for x in captures.numbers)
@@ -469,68 +468,51 @@ def _structure(kind: str, captures: Captures, device: torch.device) -> _Structur
     return structure
 
 
-def _new_program(
-    structure: _Structure,
-    mod: Callable[..., Any],
-    kind: str,
-    captures: Captures,
-    device: torch.device,
-) -> tuple[Program, Captures]:
+def _new_program(structure: _Structure, asked: _Asked) -> tuple[Program, Captures]:
+    captures = asked.captures
     structure.note_changes(captures)
     found = _programs.get(structure.key(captures))
     if found is not None:
         return found, captures
     try:
         varying = structure.varying_of(captures)
-        program, traced, text = _lowered(mod, kind, captures, device, varying)
+        program, traced = _lowered(asked, varying)
     except (NotLowerable, UnreachableError):
         if not varying:
             raise
         # the mod needs to know them: one program for each value
         structure.fixed |= set(structure.varying)
         structure.varying = ()
-        program, traced, text = _lowered(mod, kind, captures, device, ())
-    structure.knows_shapes |= traced.knows_shapes or text.knows_shapes
+        program, traced = _lowered(asked, ())
+    structure.knows_shapes |= program.knows_shapes
     if traced.calls_modules and not structure.follows_forward:
         structure.calls_modules = True
-        return _program(mod, kind, captures, device)
+        return _program(asked)
     if program.found is not None:
-        return _untracked(mod, kind, captures, device, program), captures
-    if kind == "score_mod" and structure.note_scales(captures, program):
-        return _new_program(structure, mod, kind, captures, device)
+        return _untracked(asked, program), captures
+    if asked.kind == "score_mod" and structure.note_scales(captures, program):
+        return _new_program(structure, asked)
     _programs[structure.key(captures)] = program
     return program, captures
 
 
-def _untracked(
-    mod: Callable[..., Any],
-    kind: str,
-    captures: Captures,
-    device: torch.device,
-    program: Program | None = None,
-) -> Program:
+def _untracked(asked: _Asked, program: Program | None = None) -> Program:
     """Trace a mod at each call, because nothing shows whether it changed."""
-    place = getattr(mod, "__code__", type(mod))
+    place = getattr(asked.mod, "__code__", type(asked.mod))
     if place not in _warned:
         _warned.add(place)
-        reason = captures.reason or "it reaches tensors by ways that are not followed"
+        reason = asked.captures.reason or "it reaches tensors by ways that are not followed"
         warnings.warn(
-            f"{name_of(mod)} is traced anew at each call, which takes some 20 ms: {reason}",
+            f"{name_of(asked.mod)} is traced anew at each call, which takes some 20 ms: {reason}",
             stacklevel=5,
         )
-    return program or _lowered(mod, kind, captures, device, ())[0]
+    return program or _lowered(asked, ())[0]
 
 
-def _lowered(
-    mod: Callable[..., Any],
-    kind: str,
-    captures: Captures,
-    device: torch.device,
-    varying: tuple[int, ...],
-) -> tuple[Program, Trace, Text]:
+def _lowered(asked: _Asked, varying: tuple[int, ...]) -> tuple[Program, Trace]:
     global traces
     traces += 1
-    is_score = kind == "score_mod"
+    mod, captures, is_score = asked.mod, asked.captures, asked.kind == "score_mod"
     for tensor, path in captures.tensors:
         if tensor.is_nested:
             raise NotLowerable(
@@ -538,25 +520,20 @@ def _lowered(
                 "read tensors of one shape: capture torch.nested.to_padded_tensor(x, 0), or its "
                 "values and its offsets, x.values() and x.offsets()"
             )
-    paths = [captures.numbers[i].path for i in varying]
+    numbers = [captures.numbers[i] for i in varying]
 
-    def bind(numbers: Sequence[Any]) -> Callable[..., Any]:
+    def bind(values: Sequence[Any]) -> Callable[..., Any]:
         copied = mod
-        for path, number in zip(paths, numbers, strict=True):
-            copied = path.copy(copied, number)
+        for number, value in zip(numbers, values, strict=True):
+            copied = number.path.copy(copied, value)
         return copied
 
-    def traced(decompositions: dict[Any, Any]) -> Trace:
-        if not varying:
-            return trace(mod, is_score, device, decompositions)
-        bind([0] * len(paths))
-        numbers = [captures.numbers[i].number for i in varying]
-        return trace_with_numbers(mod, bind, numbers, is_score, device, decompositions)
-
+    bind([0] * len(numbers))
     decompositions: dict[Any, Any] = {}
     text = None
     while text is None:
-        found = traced(decompositions)
+        known = [x.number for x in numbers]
+        found = trace(mod, bind, known, is_score, asked.device, decompositions)
         try:
             held = note_captured(found.module, captures.tensors)
             text = write(name_of(mod), is_score, found.module, held)
@@ -570,7 +547,7 @@ def _lowered(
     is_followed = captures.key is not None and len(held) == len(captures.tensors)
     program = Program(
         name_of(mod),
-        kind,
+        asked.kind,
         text,
         found.module,
         found=None if is_followed else held,
@@ -579,7 +556,7 @@ def _lowered(
         form=None if is_score else find_form(found.module),
         knows_shapes=found.knows_shapes or text.knows_shapes,
     )
-    return program, found, text
+    return program, found
 
 
 def _forget_captured(module: GraphModule) -> None:

@@ -1,8 +1,7 @@
 """ATen operators as text of CuTe, with torch's dtypes.
 
-`RULES` has a rule for each operator that a mod may call. A rule gets the operands and makes an
-expression for each element of the result: torch's compute dtype first, then the result's dtype.
-torch itself computes values that are known while tracing.
+A rule of `RULES` makes an expression for each element of the result, in torch's compute dtype, then
+in the result's. torch itself computes values that are known while tracing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from flash_mask_cute.lowering.values import (
     low_of_least,
     low_of_product,
     low_of_sum,
-    no_low,
     unknown,
     zero_if_both,
     zero_if_either,
@@ -44,8 +42,8 @@ RULES: dict[str, Rule] = {}
 
 @dataclass(frozen=True)
 class OpCall:
-    """An operator and its operands. name_element: writes a line `name = expression` and returns the
-    name, an expression that may be used twice."""
+    """An operator and its operands. name_element: writes a line `name = expression`, and returns
+    the name."""
 
     target: Any
     name: str
@@ -74,8 +72,8 @@ class OpCall:
         high: Callable[..., float | None] = unknown,
     ) -> Array:
         """write: makes the text of an element from those of the operands in dtype `computed`; its
-        result has dtype `result`, or `computed`. low and high: bounds of the result, from the
-        operands: it is never less than low or more than high."""
+        result has dtype `result`, or `computed`. low, high: least and greatest result, from the
+        operands."""
         arrays = [self._operand_in(x, computed).broadcast(self.shape) for x in operands]
         made = []
         for elements in zip(*(x.elements for x in arrays), strict=True):
@@ -200,7 +198,7 @@ def _arithmetic(
 
 
 RULES["add"] = _arithmetic("+", low_of_sum, high_of_sum)
-RULES["sub"] = _arithmetic("-", no_low)
+RULES["sub"] = _arithmetic("-", unknown)
 RULES["mul"] = _arithmetic("*", low_of_product)
 
 
@@ -217,7 +215,8 @@ def _divided(call: OpCall, whole: str, floating: str) -> Array:
     if name == whole and isinstance(y, int) and y == 0:
         raise ZeroDivisionError("integer division by 0")
     nonneg = zero_if_both if whole != "remainder" else (lambda a, b: zero_if_both(b, b))
-    if name == whole and isinstance(x, Array) and x.is_never_negative and type(y) is int and y > 0:
+    is_index = isinstance(x, Array) and all(a.never_negative for a in x.elements)
+    if name == whole and is_index and type(y) is int and y > 0:
         name = "nonneg_remainder" if "remainder" in whole else "nonneg_quotient"
     found = call.elementwise((x, y), computed, lambda a, b: f"ops.{name}({a}, {b})", nonneg)
     return found.never_negative() if name.startswith("nonneg") else found
@@ -244,8 +243,8 @@ def _div(call: OpCall) -> Array:
 
 
 def _divides_as_product(x: Any, y: float) -> bool:
-    """Whether x / y becomes x * (1 / y). This is exact for powers of two. torch on CUDA does it for
-    other floats too, but not for integers, whose quotient may be rounded to a whole number next."""
+    """Whether x / y becomes x * (1 / y): exact for powers of two, and what torch on CUDA does with
+    floats. A quotient of integers may be rounded to a whole number next."""
     is_usual = math.isfinite(y) and 1e-30 < abs(y) < 1e30
     return is_usual and (abs(math.frexp(y)[0]) == 0.5 or promoted(x).is_floating_point)
 
@@ -450,7 +449,7 @@ def _shift(name: str, symbol: str) -> Rule:
         if call.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint32):
             raise NotLowerable(f"shifts {call.dtype}: make it int32 by .int()")
         bits = torch.iinfo(call.dtype).bits
-        nonneg = zero_if_both if symbol == ">>" else no_low
+        nonneg = zero_if_both if symbol == ">>" else unknown
         if isinstance(y, int) and 0 <= y < bits:
             return call.elementwise((x, y), call.dtype, lambda a, b: f"{a} {symbol} {b}", nonneg)
         return call.elementwise((x, y), call.dtype, lambda a, b: f"ops.{name}({a}, {b})", nonneg)

@@ -36,11 +36,9 @@ def resolve_mods(
 ) -> CuteMods:
     """Lower torch mods; leave CuTe mods and objects that are no mods unchanged.
 
-    aux_tensors: the caller's, for CuTe mods; tensors captured by torch mods are appended. A tensor
-    that only a mask_mod reads has no gradient, because a mask is a step function. device: as in
-    `lower_mod`. Raises TypeError, NotImplementedError as `is_torch_mod` and `lower_mod`; or
-    aux_tensors are no list; ValueError: aux_tensors are given, but both mods are written in torch
-    and read none."""
+    aux_tensors: the caller's, for CuTe mods; tensors captured by torch mods are appended, those of
+    a mask_mod detached. Raises TypeError, NotImplementedError: as `is_torch_mod` and `lower_mod`,
+    or aux_tensors are no list; ValueError: aux_tensors that no CuTe mod reads."""
     lowers_score = score_mod is not None and is_torch_mod(score_mod, "score_mod")
     lowers_mask = mask_mod is not None and is_torch_mod(mask_mod, "mask_mod")
     if not lowers_score and not lowers_mask:
@@ -109,8 +107,8 @@ def memo_entry(
     mods: Sequence[tuple[LoweredMod, bool]],
     aux_tensors: Sequence[Tensor] | None,
 ) -> MemoEntry[T] | None:
-    """What was made for torch mods, to be kept; None if a later call has to make it anew. mods:
-    lowered, and whether the contents of their tensors count. aux_tensors: of all."""
+    """None: a later call has to make it anew. mods: lowered, and whether the contents of their
+    tensors count. aux_tensors: of all."""
     lowered = [low for low, _ in mods]
     if not all(low.is_lasting for low in lowered):
         return None
@@ -130,8 +128,8 @@ def memo_entry(
 def named_as_captured(
     error: OutsideError, origins: Sequence[Path | None], mods: Mapping[str, Any]
 ) -> IndexError:
-    """An index outside an aux tensor as an index outside the tensor that the mod captured. origins:
-    of the aux tensors, None for those of the caller. mods: the caller's mods, by kind."""
+    """The same error of the tensor that the mod captured. origins: of the aux tensors, None for
+    those of the caller. mods: the caller's mods, by kind."""
     from flash_mask_cute.lowering.trace import name_of
 
     is_known = error.kind in mods and 0 <= error.tensor < len(origins)

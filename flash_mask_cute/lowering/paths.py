@@ -16,9 +16,8 @@ class UnreachableError(Exception):
 class Path(tuple[tuple[str, Any, Steps], ...]):
     """The way from a mod to a value, part by part, as the walk of `captures` goes it.
 
-    Each part has a label, as "closure variable", a name, and the steps from the object before, none
-    if it is not held in a way that they follow. The first part names the mod itself. A part without
-    label and name has steps alone. As text, it is `closure variable 'ids' of causal`.
+    Each part has a label, a name, and the steps from the object before, none if nothing leads
+    there. The first part names the mod itself. As text, it is `closure variable 'ids' of causal`.
     """
 
     __slots__ = ()

@@ -1,5 +1,4 @@
-"""Searches of sorted edges as text of CuTe: `torch.bucketize` and `torch.searchsorted`, by which
-binned biases find their bin."""
+"""`torch.bucketize` and `torch.searchsorted` as text of CuTe, by which binned biases find a bin."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def _searched(call: OpCall, edges: object, value: object) -> Array:
 
 
 class _Search:
-    """A binary search without branches. common: the dtype compared in; symbol: < or <=."""
+    """A binary search without branches. common: the dtype compared in; symbol: > or >=."""
 
     def __init__(
         self, call: OpCall, edges: Table, count: int, common: torch.dtype, symbol: str

@@ -1,15 +1,14 @@
 """Traced masks that are bands: causal, windows, and everything.
 
-A comparison whose sides are integers plus q_idx and kv_idx, with equal and opposite factors, lets a
-query see the keys from q - left to q + right. So do such comparisons joined by `&`, and by `|` if
-no key between two bands is left out. Kernels describe such a mask by two numbers, and call no
-callable. Any other mask stays a mask_mod.
+A comparison of q_idx and kv_idx, each plus an integer, lets a query see the keys from q - left to
+q + right. So do such comparisons joined by `&`, and by `|` if no key between two bands is left out.
+Kernels describe such a mask by two numbers, and call no callable.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +32,7 @@ class BandForm(NamedTuple):
     right: int | None
 
     def as_window(self, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None] | None:
-        """The window_size of `flash_attn_func`, which counts from the last query and key; None if
-        no such pair expresses the band."""
+        """As window_size, which counts from the last query and key; None: no pair expresses it."""
         shift = seqlen_k - seqlen_q
         left = None if self.left is None else self.left + shift
         right = None if self.right is None else self.right - shift
@@ -47,10 +45,9 @@ class BandForm(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """One side: kv_idx - q_idx, or its negative, is at most `distance`. It may depend on numbers
-    that are known only at a call. is_right None: an index plus `distance` is at least 0, which
-    each is if `distance` is. sums: what the compared sides add to indices; an int32 index must not
-    overflow by it."""
+    """One side: kv_idx - q_idx, or its negative, is at most `distance`. is_right None: an index
+    plus `distance` is at least 0, which each is if `distance` is. sums: what the compared sides add
+    to indices; an int32 index must not overflow by it."""
 
     is_right: bool | None
     distance: _Linear
@@ -123,8 +120,8 @@ def find_bounds(module: GraphModule) -> Bound | Joined | None:
 
 
 def band_of(bounds: Bound | Joined, number: Callable[[Node], int | float]) -> BandForm | None:
-    """The band at a call; None if the numbers are too large, or bands leave a gap between them.
-    number: the value of a node at this call."""
+    """The band at a call; None: numbers are too large, or bands leave a gap. number: the value of a
+    node at this call."""
     try:
         least, most = _range_of(bounds, number)
     except _NotLinearError:
@@ -339,6 +336,17 @@ def _is_constant(node: Node, maker: str, held: bool) -> bool:
         # as `torch.tensor(True)` in a mod is
         return bool(getattr(node.graph.owning_module, str(node.target))) is held
     return name == maker or (name == "full" and bool(node.args[1] == held))
+
+
+def nodes_behind(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes, and all that they are made of."""
+    found, pending = set[Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 def name_of_node(node: Any) -> str:

@@ -1,8 +1,7 @@
 """Generation of the text of a CuTe mod from a traced graph.
 
-Each node of the graph is one of three kinds. Its contents are known; or they follow from captured
-tensors alone, and the host computes it before the call; or it depends on the score or its place,
-and becomes lines of text.
+The contents of a node are known; or they follow from captured tensors alone, and the host computes
+them before the call; or they depend on the score or its place, and become lines of text.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from flash_mask_cute.lowering.captures import CapturedTensor
 from flash_mask_cute.lowering.paths import Path
 from flash_mask_cute.lowering.prefix import find_prefixes
 from flash_mask_cute.lowering.searches import SEARCHES
+from flash_mask_cute.lowering.simplify import name_of_node
 from flash_mask_cute.lowering.trace import INDEX_NAMES, line_of
 from flash_mask_cute.lowering.values import (
     DSL_NAMES,
@@ -46,7 +46,7 @@ _FILLED: dict[str, int | bool] = {
 
 
 class UnknownOperator(NotLowerable):
-    """There is no rule for an operator; torch may be able to decompose it. target: the operator."""
+    """There is no rule for an operator (target); torch may be able to decompose it."""
 
     def __init__(self, text: str, target: Any) -> None:
         super().__init__(text)
@@ -57,8 +57,7 @@ class Source(NamedTuple):
     """The source of an aux tensor at each call: one of the first three fields.
 
     captured: its number among the captured tensors. constant: a tensor that the mod makes.
-    computed: a node that the host computes. detached: without gradient. number: the dtype in which
-    it stores a number that a node computes.
+    computed: a node that the host computes. number: the dtype that stores a computed number.
     """
 
     captured: int | None = None
@@ -67,20 +66,14 @@ class Source(NamedTuple):
     detached: bool = False
     number: torch.dtype | None = None
 
-    def is_same(self, other: Source) -> bool:
-        return (
-            self.captured == other.captured
-            and self.constant is other.constant
-            and self.computed is other.computed
-            and self.detached == other.detached
-            and self.number == other.number
-        )
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return self.captured, id(self.constant), self.computed, self.detached, self.number
 
 
 class Text(NamedTuple):
     """source: text of a function `mask_mod` or `score_mod`, and perhaps of a `prefix_mod`: where it
-    holds of a key, all queries see this key and those before it. sources: of the aux tensors that
-    the function reads.
+    holds of a key, all queries see this key and those before it. sources: of its aux tensors.
 
     claims: (number of a source, dimension, extent) that the tensors must have at least.
     knows_shapes: the text holds extents of captured tensors.
@@ -102,12 +95,12 @@ def note_captured(
     module: GraphModule, captured: tuple[CapturedTensor, ...]
 ) -> tuple[CapturedTensor, ...]:
     """Note in each tensor of a trace which captured one it is, None if the mod makes it. Returns
-    the captured tensors that were given, then those found only by the trace."""
+    the given tensors, then those found only by the trace."""
     found = list(captured)
     for node in module.graph.find_nodes(op="get_attr"):
         tensor = getattr(module, str(node.target))
         place = next((i for i, x in enumerate(found) if x.tensor is tensor), None)
-        is_made_inside = place is None and all(_name(x) in _LIFTS[:2] for x in node.users)
+        is_made_inside = place is None and all(name_of_node(x) in _LIFTS[:2] for x in node.users)
         if place is None and not is_made_inside:
             place = len(found)
             found.append(CapturedTensor(tensor, Path.named("a tensor")))
@@ -125,11 +118,11 @@ def write(
 ) -> Text:
     """Write the text of a traced mod.
 
-    name: of the mod, for messages. captured: of `note_captured`; those of a later call serve as
-    well. first_aux: how many aux tensors of others are before those of the mod. checks: all indices
-    are clamped to the tensors, even to small ones, so that the text claims no extents. Raises
-    NotImplementedError: the mod has no text; names mod, line and operator; UnknownOperator: torch's
-    decompositions may help; TypeError: the mod returns something that no mod may return."""
+    name: of the mod, for messages. captured: of `note_captured`, at this or a later call.
+    first_aux: aux tensors of others before those of the mod. checks: all indices are clamped, so
+    that the text claims no extents. Raises NotImplementedError: the mod has no text; names mod,
+    line and operator; UnknownOperator: torch's decompositions may help; TypeError: the mod returns
+    something that no mod may return."""
     given = name, is_score, module, captured, first_aux, checks
     text, read = _Writer(*given, None).text()
     # sources that no needed line reads take no numbers
@@ -156,6 +149,7 @@ class _Writer:
         self._lines: list[_Line] = []
         self._names = {"aux", "inf", "nan", "cute", "ops", *_SHORT, *_SHORT.values()}
         self._sources: list[Source] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
         self._knows_shapes = False
 
     # nodes
@@ -190,7 +184,7 @@ class _Writer:
         )
 
     def _operator(self, node: Node) -> None:
-        name = _name(node)
+        name = name_of_node(node)
         out: Any = node.meta.get("val")
         if isinstance(out, torch.SymInt | torch.SymFloat) and name != "_local_scalar_dense":
             self._number(node)
@@ -281,7 +275,7 @@ class _Writer:
 
     def _table(self, node: Node, detached: bool) -> Table:
         """The table of a node that the host has or computes."""
-        name = _name(node)
+        name = name_of_node(node)
         path: Any = "a tensor"
         if node.op == "get_attr":
             tensor, path = self.captured[node.meta["captured"]]
@@ -301,8 +295,7 @@ class _Writer:
 
     def _aux_of(self, source: Source) -> int:
         """The number of the aux tensor that a source becomes; if no line needs it, any number."""
-        found = (i for i, other in enumerate(self._sources) if source.is_same(other))
-        number = next(found, len(self._sources))
+        number = self._numbers.setdefault(source.identity, len(self._sources))
         if number == len(self._sources):
             self._sources.append(source)
         if self.read is not None:
@@ -359,8 +352,7 @@ class _Writer:
         return ops.typed(element, wanted) if self.is_score else element.text
 
     def text(self) -> tuple[Text, Sequence[int]]:
-        """Only lines that the result needs, so that a mod reads no unused index. With the numbers
-        of the sources that they read."""
+        """The lines that the result needs, and the numbers of the sources that they read."""
         returned = ""
         for node in self.module.graph.nodes:
             if node.op == "output":
@@ -410,7 +402,7 @@ class _Writer:
         return "\n    ".join(body) + "\n", reads
 
     def _refusal(self, node: Node, what: str) -> NotLowerable:
-        return NotLowerable(f"{self.mod_name}: aten.{_name(node)}{line_of(node)} {what}")
+        return NotLowerable(f"{self.mod_name}: aten.{name_of_node(node)}{line_of(node)} {what}")
 
 
 # of floating point: constants of integers have no point and no exponent
@@ -423,9 +415,7 @@ def _with_factors_joined(lines: Sequence[_Line]) -> list[_Line]:
     """Merge factors of products of floating point, without changing any bits.
 
     Two factors become one if one of them is a power of two. A negated product becomes a product by
-    the negated number. Lines without users are removed later. Products of integers stay as they
-    are: the merged factor, written as a float, would make floats of them, which round and do not
-    wrap around.
+    the negated number. Products of integers stay: a float factor would make floats of them.
     """
     known: dict[str, tuple[str, float]] = {}
     joined = []
@@ -459,14 +449,10 @@ def _takes_rows(expressions: Sequence[str]) -> bool:
     return plain and not any(re.search(r"[<>!&|~%]|==|//", x) for x in expressions)
 
 
-def _name(node: Node) -> str:
-    return ops.operator_name(node.target) if callable(node.target) else ""
-
-
 def _is_for_host(node: Node) -> bool:
     """Whether the host computes a node of captured tensors: not if it has single elements."""
-    if _name(node) in _LIFTS:
+    if name_of_node(node) in _LIFTS:
         return True
     operands = [x.meta["val"] for x in (node, *node.all_input_nodes)]
     is_number = all(not isinstance(x, Tensor) or x.dim() == 0 for x in operands)
-    return not is_number and _name(node) not in ("index", "select")
+    return not is_number and name_of_node(node) not in ("index", "select")

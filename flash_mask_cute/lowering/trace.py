@@ -1,15 +1,14 @@
 """Tracing of a torch mod on 0-d tensors without contents, to a graph of ATen operators.
 
-No tensor of scores or positions is made. Control flow on a value, `.item()` and the like have no
-value to read, and raise. What the graph contains happened for every score alike.
+Control flow on a value, `.item()` and the like have no value to read, and raise.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -42,10 +41,17 @@ _ASKS_SHAPE = {
     torch.numel,
 }
 _INSTEAD = "write torch.where(condition, x, y), torch.minimum, and & for `and`"
-_AS_FLOAT = (
-    "makes a Python float of a tensor, as functions of math do: write the function of torch, "
-    "torch.exp(x) for math.exp(x)"
-)
+# Methods that make a Python number of a tensor, and what to write in their place.
+_AS_NUMBER = {
+    Tensor.__float__: (
+        "makes a Python float of a tensor, as functions of math do: write the function of torch, "
+        "torch.exp(x) for math.exp(x)"
+    ),
+    Tensor.__index__: (
+        "indexes a Python list or tuple by a tensor, such as b, h, q_idx or kv_idx: capture a "
+        "tensor instead, table = torch.tensor(values) before the call, and read table[h]"
+    ),
+}
 # Signs of an error's text, and what was done.
 _HINTS = (
     ("data-dependent", f"decides by a value, which a kernel has for each score: {_INSTEAD}"),
@@ -78,89 +84,59 @@ def name_of(mod: Callable[..., Any]) -> str:
 
 def trace(
     mod: Callable[..., Any],
-    is_score: bool,
-    device: torch.device,
-    decompositions: dict[Any, Callable[..., Any]] | None = None,
-) -> Trace:
-    """Trace a mod. Raises NotImplementedError, naming the mod and its line."""
-    refuse_jit_trace()
-    given = _arguments(is_score, device)
-
-    def call(*arguments: Tensor) -> Any:
-        return mod(*arguments)
-
-    with _explains(mod):
-        return _trace(mod, call, given, "fake", decompositions)
-
-
-def trace_with_numbers(
-    mod: Callable[..., Any],
     bind: Callable[[Sequence[Any]], Callable[..., Any]],
     numbers: Sequence[int | float],
     is_score: bool,
     device: torch.device,
-    decompositions: dict[Any, Callable[..., Any]] | None = None,
+    decompositions: dict[Any, Callable[..., Any]],
 ) -> Trace:
-    """`trace` of bind(numbers), for any numbers of these types. Also raises NotImplementedError if
-    the mod needs the value of such a number."""
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    """Trace bind(numbers), which is the mod, for any numbers of these types.
 
-    env = ShapeEnv()
-    with FakeTensorMode(shape_env=env, allow_non_fake_inputs=True):
-        given = _arguments(is_score, device)
-    with env.ignore_fresh_unbacked_symbols():
-        symbols = [
-            env.create_unbacked_symint() if isinstance(x, int) else env.create_unbacked_symfloat()
-            for x in numbers
-        ]
-
-    def call(*arguments: Any) -> Any:
-        return bind(arguments[len(given) :])(*arguments[: len(given)])
-
-    with _explains(mod):
-        return _trace(mod, call, [*given, *symbols], "symbolic", decompositions)
-
-
-def _arguments(is_score: bool, device: torch.device) -> list[Tensor]:
-    given = [torch.zeros((), dtype=torch.int32, device=device) for _ in INDEX_NAMES]
-    return [torch.zeros((), dtype=torch.float32, device=device), *given] if is_score else given
-
-
-def _trace(
-    mod: Callable[..., Any],
-    call: Callable[..., Any],
-    given: Sequence[Any],
-    mode: Any,
-    decompositions: dict[Any, Callable[..., Any]] | None,
-) -> Trace:
+    Raises NotImplementedError, naming the mod and its line; also if it needs the value of such a
+    number.
+    """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+    refuse_jit_trace()
+    fakes, symbols = _symbols_of(numbers) if numbers else (nullcontext(), [])
+    with fakes:
+        given = [torch.zeros((), dtype=torch.int32, device=device) for _ in INDEX_NAMES]
+        if is_score:
+            given.insert(0, torch.zeros((), dtype=torch.float32, device=device))
     notes = _Notes(mod)
 
-    def noting(*arguments: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         with notes, _RefusedWrites(mod):
-            return call(*arguments)
+            return bind(arguments[len(given) :])(*arguments[: len(given)])
 
-    make = make_fx(noting, decompositions, mode, _allow_non_fake_inputs=True)
+    mode: Any = "symbolic" if numbers else "fake"
+    make = make_fx(call, decompositions, mode, _allow_non_fake_inputs=True)
     hook = register_module_forward_pre_hook(notes.on_module)
     try:
         with torch.no_grad(), TransformGetItemToIndex(), fx_traceback.preserve_node_meta():
-            module = make(*given)
+            module = make(*given, *symbols)
+    except NotLowerable:
+        raise
+    except Exception as error:
+        raise _explained(mod, error) from error
     finally:
         hook.remove()
     module.graph.eliminate_dead_code()
     return Trace(module, notes.asked_shape, notes.called_module)
 
 
-@contextmanager
-def _explains(mod: Callable[..., Any]) -> Iterator[None]:
-    try:
-        yield
-    except NotLowerable:
-        raise
-    except Exception as error:
-        raise _explained(mod, error) from error
+def _symbols_of(numbers: Sequence[int | float]) -> tuple[AbstractContextManager[Any], list[Any]]:
+    """Unknown numbers of the same types, and the context in which to make tensors beside them."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv()
+    with env.ignore_fresh_unbacked_symbols():
+        symbols = [
+            env.create_unbacked_symint() if isinstance(x, int) else env.create_unbacked_symfloat()
+            for x in numbers
+        ]
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True), symbols
 
 
 class _Notes(TorchFunctionMode):
@@ -187,9 +163,9 @@ class _Notes(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
-            if func is not Tensor.__float__:
+            if func not in _AS_NUMBER:
                 raise
-            raise NotLowerable(f"{name_of(self._mod)} at {line} {_AS_FLOAT}") from error
+            raise NotLowerable(f"{name_of(self._mod)} at {line} {_AS_NUMBER[func]}") from error
 
 
 class _RefusedWrites(TorchDispatchMode):

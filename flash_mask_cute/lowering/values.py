@@ -1,12 +1,12 @@
 """Values of a traced mod in lowered text: expressions, element by element.
 
-A mod computes on 0-d tensors and, sometimes, on a few elements of a captured tensor. Both are an
-`Array` here: a dtype, a shape, and an expression for each element. A captured tensor is a `Table`
-until its elements are wanted.
+A 0-d tensor, or a few elements of a captured one, is an `Array`: an expression for each element. A
+captured tensor is a `Table` until its elements are wanted.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -56,8 +56,8 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 class Read(NamedTuple):
-    """A read of an aux tensor. claims: (dimension, extent) that the tensor must have at least, for
-    indices that are not clamped."""
+    """A read of an aux tensor. claims: (dimension, extent) that it must have at least, for indices
+    that are not clamped."""
 
     aux: int
     claims: tuple[tuple[int, int], ...] = ()
@@ -67,9 +67,9 @@ class Element(NamedTuple):
     """An expression of one number.
 
     constant: its value, if known. is_simple: a name or a number, which may be written twice. low,
-    high: known lower and upper bounds, if nothing before overflows; None: nothing is known.
-    never_negative: an index of the call, or a quotient or remainder of one, which cannot overflow.
-    read: the read in the text, which is in no other element once the element has a name.
+    high: bounds, if nothing before overflows; None: unknown. never_negative: an index of the call,
+    or a quotient or remainder of one, which cannot overflow. read: the read in the text, dropped
+    once the element has a name.
     """
 
     text: str
@@ -91,8 +91,7 @@ def constant_element(value: bool | int | float) -> Element:
 
 
 def in_dtype(element: Element, given: torch.dtype, wanted: torch.dtype) -> Element:
-    """An element of a converted number: integers keep their bounds if the dtype they get has all
-    numbers of the one they had."""
+    """Integers keep their bounds if the wanted dtype has all numbers of the given one."""
     if given.is_floating_point or wanted.is_floating_point or torch.bool in (given, wanted):
         return element._replace(never_negative=False)
     had, has = torch.iinfo(given), torch.iinfo(wanted)
@@ -143,10 +142,6 @@ class Array:
     def is_constant(self) -> bool:
         return all(x.constant is not None for x in self.elements)
 
-    @property
-    def is_never_negative(self) -> bool:
-        return all(x.never_negative for x in self.elements)
-
     def never_negative(self) -> Array:
         elements = tuple(x._replace(never_negative=True) for x in self.elements)
         return replace(self, elements=elements)
@@ -183,9 +178,8 @@ def check_size(count: int) -> None:
 class Table:
     """A tensor in memory that the mod reads: aux tensor `aux`.
 
-    indices: an expression for each indexed dimension, None for the others. shape: of
-    the whole tensor when it was traced. known: its contents, if the mod made it. checks: all
-    indices are clamped, also those with a bound that the tensor may claim.
+    indices: None for dimensions without one. shape: of the whole tensor when it was traced. known:
+    its contents, if the mod made it. checks: all indices are clamped, also those with a bound.
     """
 
     aux: int
@@ -239,22 +233,16 @@ class Table:
         ):
             place = tuple(slice(None) if x is None else int(x.constant or 0) for x in self.indices)
             return Array.of_tensor(self.known[place])
-        points = (map(constant_element, point) for point in _coordinates(extents))
+        coordinates = itertools.product(*map(range, extents))
+        points = (map(constant_element, point) for point in coordinates)
         elements = (self.at(dict(enumerate(point))).read() for point in points)
         return Array(self.dtype, extents, tuple(elements))
 
 
-def _coordinates(extents: tuple[int, ...]) -> list[tuple[int, ...]]:
-    points: list[tuple[int, ...]] = [()]
-    for extent in extents:
-        points = [(*point, i) for point in points for i in range(extent)]
-    return points
-
-
 @dataclass(frozen=True)
 class Number:
-    """A Python number that may change at each call. aux: gives the aux tensor that holds it, of one
-    element and of the requested dtype."""
+    """A Python number that may change at each call. aux: gives the number of the aux tensor that
+    holds it in a dtype, of one element."""
 
     is_float: bool
     aux: Callable[[torch.dtype], int]
@@ -310,7 +298,3 @@ def low_of_product(x: Element, y: Element) -> float | None:
 
 def zero_if_either(x: Element, y: Element) -> float | None:
     return 0 if x.is_nonneg or y.is_nonneg else None
-
-
-def no_low(x: Element, y: Element) -> None:
-    return None

@@ -1,13 +1,12 @@
 """Whether all that a mod reaches is what it was at an earlier call, asked at each call.
 
-The walk of `captures` takes tens of microseconds. A `Watch` remembers what the walk reached:
-cells, defaults and globals of functions, attributes of own modules, and state of tensors. It then
-compares identities, which takes about half a microsecond for a function or a tensor. It
-follows functions, partials, tuples and modules, and what cannot change. Mods that reach lists,
-dicts, instances or classes of their own are not watched, and are walked at each call.
+The walk of `captures` takes tens of microseconds. A `Watch` compares identities of what the walk
+reached, and state of tensors, in about half a microsecond for each. It follows functions, partials,
+tuples and modules. Mods that reach lists, dicts, instances or classes of their own are walked at
+each call.
 
-What was made for mods is kept under the identities of the mods (`Memo`). Neither mods nor their
-tensors are kept alive by it, but for those in tuples, which live as long as the mod.
+What was made for mods is kept under their identities (`Memo`), which keeps neither them nor their
+tensors alive, but for those in tuples, which live as long as the mod.
 """
 
 from __future__ import annotations
@@ -47,11 +46,8 @@ class _UnwatchedError(Exception):
 
 
 class Watch:
-    """Raises _UnwatchedError if it cannot follow what was reached.
-
-    reached: of the walk of a mod. by_contents: contents of tensors count as well. What is compared
-    by identity is held, or is alive as long as what it was reached from is unchanged and alive.
-    """
+    """by_contents: contents of tensors count as well. What is compared by identity is held, or is
+    alive as long as what it was reached from is unchanged and alive. Raises _UnwatchedError."""
 
     __slots__ = ("_functions", "_held", "_namespaces", "_partials", "_tensors")
 
@@ -184,10 +180,7 @@ def _is_of_library(obj: Any) -> bool:
 
 
 class MemoEntry(Generic[T]):
-    """What was made for mods, and how to see that it still serves.
-
-    value: without the aux tensors.
-    """
+    """What was made for mods (value, without the aux tensors), and how to see that it serves."""
 
     __slots__ = ("_anchors", "_aux", "_makes_tensors", "_watches", "value")
 
@@ -254,8 +247,8 @@ _unwatched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watches_of(mods: Iterable[tuple[Reached, bool]]) -> list[Watch] | None:
-    """Watches of what mods reach, each with whether the contents of tensors count; None if one of
-    them cannot be watched, or during the capture of a CUDA graph, whose tensors are its own."""
+    """mods: what they reach, and whether contents of tensors count. None: one cannot be watched, or
+    a CUDA graph is captured, whose tensors are its own."""
     if is_capturing():
         return None
     watches = []

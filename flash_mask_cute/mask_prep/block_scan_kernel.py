@@ -28,7 +28,7 @@ from flash_mask_cute.mask_prep.block_lists_kernel import (
     write_lists,
 )
 from flash_mask_cute.mods.aux_reads import CheckedAux
-from flash_mask_cute.mods.calling import call_mask_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_mask_mod
 
 NUM_WARPS = 8
 # rows and columns of a thread between two tests whether the state of a block is known
@@ -117,21 +117,16 @@ class BlockScan:
         full_cnt = Int32(0)
         for n_block in range(mask_idx.shape[0]):
             state = self._look_at_block(grid, place, n_block, 0, 1, aux_tensors)
-            is_partial, is_full = self._classify(state)
+            # without lists of full blocks, all that is visible is partial
+            is_partial = state == PARTIAL if const_expr(self.has_full) else has_visible(state)
             self._put(mask_idx, mask_cnt, n_block, is_partial)
             mask_cnt += Int32(is_partial)
             if const_expr(self.has_full):
-                self._put(full_idx, full_cnt, n_block, is_full)
-                full_cnt += Int32(is_full)
+                self._put(full_idx, full_cnt, n_block, state == FULL)
+                full_cnt += Int32(state == FULL)
         finish_list(lists.mask_cnt, mask_idx, place, mask_cnt, 0, 1)
         if const_expr(self.has_full):
             finish_list(lists.full_cnt, full_idx, place, full_cnt, 0, 1)
-
-    def _classify(self, state: Int32) -> tuple[Boolean, Boolean]:
-        """(is partial, is full); without lists of full blocks, all that is visible is partial."""
-        if const_expr(self.has_full):
-            return state == PARTIAL, state == FULL
-        return has_visible(state), Boolean(False)
 
     @cute.jit
     def _put(self, entries: cute.Tensor, at: Int32, n_block: Int32, is_listed: Boolean):
@@ -185,7 +180,6 @@ class BlockScan:
         return state
 
     def _look(self, place: ListCoord, q_idx: Int32, k_idx: Int32, aux_tensors) -> Int32:
-        visible = call_mask_mod(
-            self.mask_mod, place.batch_idx, place.head_idx, q_idx, k_idx, aux_tensors
-        )
+        of_score = ScorePlace(place.batch_idx, place.head_idx, q_idx, k_idx)
+        visible = call_mask_mod(self.mask_mod, of_score, aux_tensors)
         return cutlass.select_(visible, Int32(FULL), Int32(EMPTY))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,17 +13,15 @@ from flash_mask_cute.limits import AT_END
 from flash_mask_cute.rules.band import Band
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
-KERNEL_NAME = "query_lists"
 # as in the device code, which a host that has no compiler cannot import
 CHUNK_ROWS, SEGMENT, ITEM_WORDS = 256, 1024, 4
 
 
-@dataclass(frozen=True)
-class ListFacts:
+class ListFacts(NamedTuple):
     """Facts that determine the code of the kernels: which masks and lengths there are, by the names
     of `AttentionProblem`. has_lse: queries with an LSE of -inf are in no list."""
 
@@ -159,19 +156,9 @@ def fill_lists(
     function(by_entry, *scratch, *made, *numbers, *lengths)
 
 
+@cached_kernel("query_lists")
 def compile_query_lists(facts: ListFacts, dtype: str, arch: str) -> Compiled:
-    """The compiled kernels, which `fill_lists` runs. dtype: of entries."""
-    return CACHE.get(
-        KERNEL_NAME,
-        lambda: asdict(facts) | {"dtype": dtype},
-        lambda: _build(facts, dtype, arch),
-        arch=arch,
-        options=options_for(arch),
-        token=(facts, dtype),
-    )
-
-
-def _build(facts: ListFacts, dtype: str, arch: str) -> Compiled:
+    """The kernels, which `fill_lists` runs. dtype: of entries."""
     from flash_mask_cute.mask_prep.query_lists_kernel import MakeQueryLists
 
     arguments = [

@@ -1,10 +1,9 @@
 """Gradients of aux tensor elements: sums over scores, which threads add to global memory.
 
-Consecutive scores of a thread often read the same element: the slope of a head always does, a bias
-by key does along a row, and a bias by bucket of distance does if the buckets are wide. So a thread
-keeps the sum for its latest element, and adds it to memory when another element comes. At the end
-of a tile, a warp whose threads all hold the same element sums over its threads first. No knowledge
-about the coordinates is needed. Adding to memory for every score would also be correct.
+Consecutive scores of a thread often read the same element: the slope of a head, a bias by key along
+a row, a bias by bucket of distance. So a thread keeps the sum for its latest element, and adds it
+to memory when another element comes. At the end of a tile, a warp whose threads all hold the same
+element sums over its threads first.
 
 Sums are fp32, added by atomics in the order in which threads arrive, so their last bits differ
 from run to run; or exact (`fixed_point_sums`), whose bits do not depend on the order. What a thread
@@ -60,9 +59,8 @@ class AuxSums:
         self._open: list[_Open] = []
 
     def add(self, terms: Sequence[AuxTerm], grad: Float32, counts: Boolean) -> None:
-        """Add the contribution of a score: `grad`, the gradient of the modified score, times the
-        terms that `differentiate` returned. For a score that does not count, both may be
-        anything."""
+        """Add `grad`, the gradient of a modified score, times the terms that `differentiate`
+        returned. For a score that does not count, both may be anything."""
         for term in terms:
             if term[0] in self._once:
                 add_without_a_branch(*self._contribution(term, grad, counts))

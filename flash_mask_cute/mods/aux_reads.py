@@ -1,11 +1,10 @@
 """The `aux_tensors` argument of a user callable, and reads from it.
 
-In kernels an aux tensor is a `cute.Tensor` that takes any integer as an index. Code for the CPU
-never reads outside one, in one of two ways. Plain reads have only places as indices (`b_idx[0]`,
-`h_idx[0]`, `q_idx[0]`, `kv_idx[0]`). `notes_reads` records them, and the caller compares the limits
-of the places with the extents beforehand. All other reads are checked one by one (`CheckedAux`): an
-index outside the tensor is recorded for the caller, and element 0 is read instead. A use that
-cannot be checked, such as a read by pointer, is refused.
+Code for the CPU never reads outside a tensor. Plain reads have only places as indices (`b_idx[0]`,
+`h_idx[0]`, `q_idx[0]`, `kv_idx[0]`): `notes_reads` records them, and the caller compares the limits
+of the places with the extents beforehand. Other reads are checked one by one (`CheckedAux`): an
+index outside is recorded for the caller, and element 0 is read instead. A use that cannot be
+checked, such as a read by pointer, is refused.
 
 A kernel may load elements for many keys at once (`table_rows.py`). Reads whose indices are places
 or numbers, `PlacedRead`, are then answered from what was loaded.
@@ -26,6 +25,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.tensor import _Tensor
 
 from flash_mask_cute.mods.errors import ModMistake
+from flash_mask_cute.mods.ir_analysis import key_of, maker_of
 
 # Of the record that checked reads fill: 1 once an index was outside, number of the tensor,
 # dimension, index, extent, batch entry, head, query, key. Int64.
@@ -58,9 +58,8 @@ _noted: set[PlainRead] | None = None
 
 @contextmanager
 def notes_reads() -> Iterator[set[PlainRead]]:
-    """Context around a compilation for the CPU: records the reads of callables called inside.
-
-    Only one thread at a time may use it. Raises NotPlainError: raised in the body, see there."""
+    """Context around a compilation for the CPU, of one thread at a time: records the reads of
+    callables called inside. Raises NotPlainError, in the body."""
     global _noted
     _noted = set()
     try:
@@ -140,8 +139,8 @@ _limits: dict[int, ir.Value] | None = None
 
 @contextmanager
 def noted_limits() -> Iterator[dict[int, ir.Value]]:
-    """Context around a call of a callable in a kernel: finds the indices that `last_at_most` has
-    limited, by the hashes of the results."""
+    """Context around a call of a callable in a kernel: indices that `last_at_most` has limited, by
+    the keys of the results."""
     global _limits
     before, _limits = _limits, {}
     try:
@@ -156,13 +155,9 @@ _merges = False
 
 @contextmanager
 def merged_reads() -> Iterator[None]:
-    """Context around a call of a callable in a kernel that would read an element anew for each
-    score, although many scores read it.
-
-    No kernel writes to aux tensors. Told so, the compiler reads an element once, and computes once
-    what follows from it alone. It does so untold in a forward, where nothing is stored between the
-    reads, and where the mark can make registers spill.
-    """
+    """Context around a call of a callable in a backward: its reads are marked as of memory that
+    nothing writes to. So the compiler reads an element once for many scores. In a forward it does
+    so without the mark, which can make registers spill there."""
     global _merges
     before, _merges = _merges, True
     try:
@@ -172,16 +167,15 @@ def merged_reads() -> Iterator[None]:
 
 
 class CheckedAux(NamedTuple):
-    """Aux tensors whose reads are checked, and the record of the first index that is outside. The
-    record is Int64 (RECORD_SIZE,). Code for the CPU passes this in place of the list of tensors."""
+    """Aux tensors whose reads are checked, in place of the list of tensors. record: of the first
+    index that is outside, Int64 (RECORD_SIZE,)."""
 
     tensors: tuple[cute.Tensor, ...]
     record: cute.Tensor
 
     @staticmethod
     def create(aux_tensors: Any, record: cute.Tensor | None) -> Any:
-        """Called at the start of a function for the CPU. Without a record it returns the tensors as
-        they are, which may be None."""
+        """For a function of the CPU. Without a record, the tensors as they are, or None."""
         if aux_tensors is None or record is None:
             return aux_tensors
         return CheckedAux(tuple(_readable(x, record) for x in aux_tensors), record)
@@ -242,8 +236,8 @@ class AuxTensors(tuple):
             raise ModMistake(ValueError, text) from error
 
     def finish(self) -> None:
-        """Called when the callable has returned. Raises NotImplementedError: reads are checked, and
-        the callable uses a tensor in an uncheckable way."""
+        """Called when the callable has returned. Raises NotImplementedError: it uses a tensor in a
+        way that cannot be checked."""
         for check in {tensor.check for tensor in self}:
             if check is not None:
                 check.finish()
@@ -431,9 +425,9 @@ class _AuxTensor(_Tensor):
         last = Int32(cute.size(self, mode=[dimension])) - 1
         number = index if isinstance(index, cutlass.Numeric) else Int32(index)
         limited = cutlass.min(number, type(number)(last))
-        self.limited[ir.Value.__hash__(limited.ir_value())] = self._place_of(index)
+        self.limited[key_of(limited.ir_value())] = self._place_of(index)
         if _limits is not None:
-            _limits[ir.Value.__hash__(limited.ir_value())] = number.ir_value()
+            _limits[key_of(limited.ir_value())] = number.ir_value()
         return limited
 
     def _answer(self, indices: tuple[Any, ...]) -> cutlass.Numeric | None:
@@ -459,7 +453,7 @@ class _AuxTensor(_Tensor):
             return index
         if not isinstance(index, cutlass.Numeric):
             return None
-        hashed = ir.Value.__hash__(index.ir_value())
+        hashed = key_of(index.ir_value())
         if hashed in self.limited:
             return self.limited[hashed]
         places = zip(ReadAxis, self.place, strict=False)
@@ -489,12 +483,10 @@ def _is_of(number: Any, vector: cute.TensorSSA) -> bool:
     """Whether a number was extracted from a vector."""
     if not isinstance(number, cutlass.Numeric):
         return False
-    value = number.ir_value()
-    maker = value.owner.operation if isinstance(value.owner, ir.OpView | ir.Operation) else None
+    maker = maker_of(number.ir_value())
     if maker is None or maker.name != "vector.extract":
         return False
-    # `==` of the DSL's values would trace a comparison
-    return ir.Value.__hash__(maker.operands[0]) == ir.Value.__hash__(vector.ir_value())
+    return key_of(maker.operands[0]) == key_of(vector.ir_value())
 
 
 def _signed(index: Any) -> cutlass.Integer:

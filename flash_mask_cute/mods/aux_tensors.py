@@ -30,10 +30,9 @@ def is_read_on(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse an aux tensor that callables cannot read. On the CPU, float64 can be read, too. Raises
-    TypeError: the dtype is not readable, or it is a tensor subclass; NotImplementedError: it
-    belongs to a transform, such as vmap; ValueError: it has no dimension or more than four, another
-    device than q, or is lazily."""
+    """Refuse an aux tensor that callables cannot read. device: of q. Raises TypeError: its dtype,
+    or it is a tensor subclass; NotImplementedError: it belongs to a transform, such as vmap;
+    ValueError: its rank, its device, or it is negative lazily."""
     check_plain(name, tensor)
     if not is_read_on(tensor.dtype, device):
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in AUX_DTYPES)
@@ -56,9 +55,9 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
 class OutsideError(IndexError):
     """A callable has read outside an aux tensor.
 
-    kind: of the callable, as for `check_record`. reader: the callable, in words. tensor: number of
-    the aux tensor; -1: a branch or a loop of the callable has chosen it. index, extent: of `where`,
-    a dimension in words. place: of the score, in words.
+    kind: as for `check_record`. reader: the callable, in words. tensor: number of the aux tensor;
+    -1: a branch or a loop has chosen it. index, extent: of `where`, a dimension in words. place: of
+    the score, in words.
     """
 
     def __init__(
@@ -78,17 +77,14 @@ class OutsideError(IndexError):
 
 
 def new_record() -> torch.Tensor:
-    """An int64 record of zeros, into which CPU code writes the first index outside an aux tensor.
-
-    Its entries: 1 if there is such an index, the number of the aux tensor, dimension, index,
-    extent, batch entry, head, query and key (`mods/aux_reads.py`).
-    """
+    """An int64 record of zeros, into which CPU code writes the first index outside an aux tensor
+    (`aux_reads.RECORD_SIZE`)."""
     return torch.zeros(9, dtype=torch.int64, device="cpu")
 
 
 def check_record(record: torch.Tensor, kind: str, mod: Callable[..., Any]) -> None:
-    """Check the record after code for the CPU has run. kind: "mask_mod", "score_mod" or
-    "score_mod_bwd". Raises OutsideError: the callable read outside an aux tensor."""
+    """Raise OutsideError if a callable read outside an aux tensor. kind: "mask_mod", "score_mod" or
+    "score_mod_bwd"."""
     if not record[0]:
         return
     from flash_mask_cute.mods.errors import describe

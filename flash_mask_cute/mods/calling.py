@@ -2,13 +2,11 @@
 
 `score_mod(score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` returns a score. `mask_mod(b_idx,
 h_idx, q_idx, kv_idx, aux_tensors)` returns whether the score counts. Both get `cute.TensorSSA`
-values: a Float32 score, and Int32 indices. These are positions inside the sequence and the query
-head. The convention is that of FlexAttention in flash-attn-4. Callables that read `q_idx[0]` to
-index an aux tensor work, and callables that only compute work as well.
+vectors of one element: a Float32 score, and Int32 indices. The convention is that of FlexAttention
+in flash-attn-4.
 
-Vectors have one element. If packed fp32 arithmetic is worthwhile, a score_mod that works element by
-element gets all scores of a row at once (`ScoreModTraits`). Masks are integers, for which there is
-no packed arithmetic.
+If packed fp32 arithmetic is worthwhile, a score_mod that works element by element gets all scores
+of a row at once (`ScoreModTraits`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +16,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import vector
+from cutlass._mlir.dialects import arith, vector
 
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis
 from flash_mask_cute.mods.aux_reads import AuxTensors, PlacedRead, answered_reads
 from flash_mask_cute.mods.errors import NO_CODE, describe, tracing
+from flash_mask_cute.mods.read_classes import Reliance
 from flash_mask_cute.mods.table_rows import LoadedRows, noted_row_reads
 
 # What callables return, by their names among the arguments of a call.
@@ -54,19 +53,26 @@ def _vector_of(numbers: Sequence[cutlass.Numeric]) -> cute.TensorSSA:
     return cute.TensorSSA(elements, (width,), dtype)
 
 
+class ScorePlace(NamedTuple):
+    """The place of a score, as callables see it: batch entry, query head, and positions in the
+    sequence."""
+
+    batch_idx: Int32
+    head_idx: Int32
+    q_idx: Int32
+    kv_idx: Int32
+
+
 def call_score_mod(
     score_mod: Callable[..., Any],
     score: Float32,
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
+    place: ScorePlace,
     aux_tensors: Any,
     kind: str = "score_mod",
 ) -> Float32:
     """The modified score, in the dtype of the score; aux_tensors is the list that the callable
     expects, or None. kind: the kind of callable, one of _RESULTS."""
-    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    indices = [_vector(i, Int32) for i in place]
     return _modified(score_mod, _vector(score, type(score)), indices, aux_tensors, kind)[0]
 
 
@@ -142,9 +148,8 @@ class RowPlace(NamedTuple):
 
     @staticmethod
     def create(work: Work, row: Int32, packed_heads: int, group_size: int) -> "RowPlace":
-        """row: index among the call's queries, or among packed rows. A row past the end gets the
-        last position, because a callable may index tensors with it. packed_heads: rows of a
-        position; group_size of them are heads."""
+        """row: index among the call's queries, or among packed rows; one past the end gets the last
+        position, which tensors have. packed_heads: rows of a position; group_size are heads."""
         head_idx = head_of_row(work, row, packed_heads, group_size)
         q_idx = cutlass.min(row // packed_heads, work.seqlen_q - 1)
         return RowPlace(work.batch_idx, head_idx, work.position(q_idx))
@@ -160,11 +165,10 @@ def at_plain_distances(
 ) -> tuple[Callable[[int], Int32], Callable[[int], Int32]]:
     """Functions that give the query `rows` after q_idx and the key `cols` after k_idx.
 
-    Callables often depend on q_idx - kv_idx only. A thread's columns and rows are both 8 apart, so
-    it has few different distances: 34 of 64 for 32 columns. The compiler computes and loads once
-    for each distance if it can see that distances are equal, as in (k + (d + 8)) - (k + 16). For
-    that it must know neither k nor d, the distance of the first pair. Otherwise it would write k |
-    8 for a multiple of 16, and q + 8 for k + (d + 8).
+    Callables often depend on q_idx - kv_idx only, and a thread has few different distances: 34 of
+    64 for 32 columns. The compiler computes and loads once for each distance if it can see that
+    distances are equal, as in (k + (d + 8)) - (k + 16). For that it must know neither k nor d, the
+    distance of the first pair. Otherwise it would write k | 8 for a multiple of 16.
 
     opaque_zero: a 0 whose value the compiler does not know.
     """
@@ -182,8 +186,8 @@ def columns_of(scores: cute.Tensor, one_by_one: bool) -> tuple[range, ...]:
 
 
 class ScoreModifier(NamedTuple):
-    """A score_mod, as a kernel applies it to scores. factor: the number that the kernel multiplies
-    by later. by_rows: pass all columns of a row at once. For both see `ScoreModTraits`."""
+    """factor: the number that the kernel multiplies by later. by_rows: pass all columns of a row at
+    once. For both see `ScoreModTraits`."""
 
     score_mod: Callable[..., Any]
     aux_tensors: Any
@@ -221,50 +225,27 @@ class ScoreModifier(NamedTuple):
             ir_analysis.join_factors(score, scale)
 
 
-def call_mask_mod(
-    mask_mod: Callable[..., Any],
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
-    aux_tensors: Any,
-) -> Boolean:
+def call_mask_mod(mask_mod: Callable[..., Any], place: ScorePlace, aux_tensors: Any) -> Boolean:
     """Whether the callable lets the score count."""
-    indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
+    indices = [_vector(i, Int32) for i in place]
     result = _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
     return _checked_result(mask_mod, _elements("mask_mod", mask_mod, result, 1)[0])
 
 
-class Reliance(NamedTuple):
-    """Whether the result of a mask_mod may depend on the batch entry, the head and the query."""
+def reliance_of(mask_mod: Callable[..., Any], aux_tensors: Any) -> Reliance:
+    """Find the arguments that a callable uses, from the operations that a call leaves.
 
-    batch: bool
-    head: bool
-    query: bool
-
-    @staticmethod
-    def create(
-        mask_mod: Callable[..., Any],
-        batch_idx: Int32,
-        head_idx: Int32,
-        q_idx: Int32,
-        kv_idx: Int32,
-        aux_tensors: Any,
-    ) -> "Reliance":
-        """Find the arguments that a callable uses, from the operations that a call leaves.
-
-        Called while a function is traced, with numbers that are not constants. An argument counts
-        as used if any operation of the callable takes it, even if the result does not depend on it.
-        So an argument reported as unused is unused. The operations are removed again.
-        """
-        with ir_analysis.draft():
-            indices = [_vector(i, Int32) for i in (batch_idx, head_idx, q_idx, kv_idx)]
-            # what there is of an argument before the call is all that the callable can get hold of
-            watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:3]]
-            before = [ir_analysis.count_uses(values) for values in watched]
-            _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
-            after = [ir_analysis.count_uses(values) for values in watched]
-        return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
+    Called while a function is traced; the operations are removed again. An argument counts as used
+    if any operation of the callable takes it, even if the result does not depend on it.
+    """
+    with ir_analysis.draft():
+        indices = [_vector(arith.constant(Int32.mlir_type, 0), Int32) for _ in range(4)]
+        # what there is of an argument before the call is all that the callable can get hold of
+        watched = [ir_analysis.made_of(vector.ir_value()) for vector in indices[:3]]
+        before = [ir_analysis.count_uses(values) for values in watched]
+        _evaluate("mask_mod", mask_mod, (), indices, aux_tensors)
+        after = [ir_analysis.count_uses(values) for values in watched]
+    return Reliance(*(x != y for x, y in zip(before, after, strict=True)))
 
 
 def _elements(kind: str, mod: Callable[..., Any], result: Any, width: int) -> list[Any]:
@@ -300,10 +281,9 @@ class ScoreModTraits(NamedTuple):
     """Properties of a score_mod that a kernel needs in advance.
 
     computes_functions: it applies fast tanh, exp2 or the like to a score. factor: the number that
-    it multiplies by last, which the softmax can do instead; 1 if there is none. takes_rows: for
-    vectors of scores and keys it returns what it would return for each element. row_reads: its
-    reads of rows of keys (`LoadedRows`). by_columns: what rows have in common in a column takes
-    more registers, kept for all columns, than a thread has.
+    it multiplies by last, which the softmax can do instead, or 1. takes_rows: it takes vectors of
+    scores and keys. row_reads: its reads of rows of keys (`LoadedRows`). by_columns: what rows have
+    in common in a column takes more registers, kept for all columns, than a thread has.
     """
 
     computes_functions: bool = False
@@ -317,9 +297,9 @@ class ScoreModTraits(NamedTuple):
         """For tracing a kernel: traces the callable twice more, and removes these operations."""
         with ir_analysis.draft():
             score = cute.full((1,), Float32(0.0), Float32)[0]
-            places = (Int32(0) for _ in range(4))
+            place = ScorePlace(*(Int32(0) for _ in range(4)))
             with noted_row_reads() as row_reads:
-                modified = call_score_mod(score_mod, score, *places, aux_tensors)
+                modified = call_score_mod(score_mod, score, place, aux_tensors)
             computes_functions = ir_analysis.reaches_function(score.ir_value())
             factor = ir_analysis.last_factor(modified)
         with ir_analysis.draft():
@@ -330,13 +310,8 @@ class ScoreModTraits(NamedTuple):
 
 
 def _takes_rows(score_mod: Callable[..., Any], aux_tensors: Any) -> bool:
-    """Whether a callable takes rows, see `ScoreModTraits`.
-
-    Such a callable reads no element of scores or keys, as a load from an aux tensor for each key
-    would. It may read `h_idx[0]` and `q_idx[0]`, which are the same for a row.
-
-    A callable that fails with rows gets single elements.
-    """
+    """Whether a callable takes rows: it reads no element of scores or keys, as a load from an aux
+    tensor for each key would. One that fails with rows gets single elements."""
     scores = _vector_of([Float32(0.0), Float32(1.0)])
     places = [_vector(Int32(0), Int32, 2) for _ in range(3)]
     keys = _vector_of([Int32(0), Int32(1)])

@@ -2,15 +2,12 @@
 
 `differentiate` traces a `score_mod` as the forward kernel does, and reads the operations that the
 trace leaves in the kernel's IR. It goes backwards from the returned score (reverse mode): each
-operation turns the derivative of its result into derivatives of its operands. These products are
-traced behind the modifier. So the form of the modifier's source does not matter: operators or
-functions of `cute.math`, imported early or late, with or without `@cute.jit`, on vectors or
-scalars.
+operation turns the derivative of its result into derivatives of its operands. So the form of the
+modifier's source does not matter.
 
 An operation without an entry in the tables here is an error that names it, if it touches the score
 or an aux tensor whose gradient is wanted. It is an error even if its result is unused: otherwise a
-store to memory would silently lose a derivative. The user can then pass a `score_mod_bwd`, which
-`call_score_mod_bwd` calls.
+store to memory would silently lose a derivative. The user can then pass a `score_mod_bwd`.
 
 Derivatives at corners: `abs` has 0 at 0; for equal operands `min` and `max` follow the first;
 functions with jumps (comparisons, rounding to whole numbers) count as constant. All products are
@@ -30,7 +27,8 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, vector
 
 from flash_mask_cute.mods.aux_reads import METADATA, merged_reads, tensors_of, with_tensors
-from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_score_mod
+from flash_mask_cute.mods.ir_analysis import COORDINATES, constant, key_of
 
 # (index of the aux tensor, coordinates of the element, d value / d element)
 AuxTerm = tuple[int, tuple[Int32, ...], Float32]
@@ -39,10 +37,7 @@ AuxTerm = tuple[int, tuple[Int32, ...], Float32]
 def differentiate(
     score_mod: Callable[..., Any],
     score: Float32,
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
+    place: ScorePlace,
     aux_tensors: Any,
     wants_aux: Sequence[int] = (),
 ) -> tuple[Float32, Float32, list[AuxTerm]]:
@@ -51,12 +46,10 @@ def differentiate(
     Called while a kernel is traced, for one score. aux_tensors: the list that the modifier expects,
     or None. wants_aux: indices of the aux tensors whose gradients are wanted.
 
-    Returns: value: the result of `call_score_mod`. d_score: d value / d score. aux_terms: (index of
-    the aux tensor, coordinates, d value / d element) for each read of an element of a wanted aux
-    tensor on which the value depends. An element that is read twice has two terms, which add up.
-    Raises NotImplementedError: the modifier applies an operation without a derivative here to the
-    score, or to a wanted aux tensor; the message names the operation; ValueError: wants_aux names a
-    tensor that does not exist, or has integers."""
+    Returns: the result of `call_score_mod`, its derivative by the score, and a term for each read
+    of a wanted aux tensor on which it depends; those of an element that is read twice add up.
+    Raises NotImplementedError: an operation has no derivative here; the message names it;
+    ValueError: wants_aux names a tensor that does not exist, or has integers."""
     # A copy of the score, and views of the tensors, that only this call of the modifier can use.
     block = ir.InsertionPoint.current.block
     given_score = cute.full((1,), score, type(score))[0]
@@ -66,18 +59,16 @@ def differentiate(
         tensors = enumerate(tensors_of(aux_tensors))
         given_tensors = with_tensors(aux_tensors, (views.get(i, x) for i, x in tensors))
     with merged_reads():
-        value = call_score_mod(
-            score_mod, given_score, batch_idx, head_idx, q_idx, kv_idx, given_tensors
-        )
+        value = call_score_mod(score_mod, given_score, place, given_tensors)
 
     try:
         reads = [(i, load) for i, view in views.items() for load in _loads_of(view)]
         origins = [given_score.ir_value(), *(load.results[0] for _, load in reads)]
         gradient = _gradient(value.ir_value(), _values_that_depend_on(origins, block))
         terms = [
-            (i, _coordinates(load, views[i]), gradient[_key(element)])
+            (i, _coordinates(load, views[i]), gradient[key_of(element)])
             for (i, load), element in zip(reads, origins[1:], strict=True)
-            if _key(element) in gradient
+            if key_of(element) in gradient
         ]
     except NotImplementedError as error:
         if not views:
@@ -85,7 +76,7 @@ def differentiate(
         raise NotImplementedError(
             f"{error}, which gives no gradients of aux tensors: detach those that require grad"
         ) from error
-    d_score = gradient.get(_key(origins[0]), Float32(0.0))
+    d_score = gradient.get(key_of(origins[0]), Float32(0.0))
     return value, d_score, terms
 
 
@@ -102,22 +93,14 @@ def call_score_mod_bwd(
     score_mod_bwd: Callable[..., Any],
     grad: Float32,
     score: Float32,
-    batch_idx: Int32,
-    head_idx: Int32,
-    q_idx: Int32,
-    kv_idx: Int32,
+    place: ScorePlace,
     aux_tensors: Any,
 ) -> Float32:
-    """The gradient of the score, from `grad`, the gradient of the modified score, by a user
-    callable.
-
-    `score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors)` gets the unmodified
-    score. All arguments but the last are vectors of one element, as in `call_score_mod`.
-    """
+    """The gradient of the score, from `grad`, the gradient of the modified score, by
+    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors). score: unmodified."""
     bound = functools.partial(score_mod_bwd, cute.full((1,), grad, Float32))
-    place = batch_idx, head_idx, q_idx, kv_idx, aux_tensors
     with merged_reads():
-        return call_score_mod(bound, score, *place, kind="score_mod_bwd")
+        return call_score_mod(bound, score, place, aux_tensors, kind="score_mod_bwd")
 
 
 # -- partial derivatives ------------------------------------------------------------------------
@@ -200,7 +183,7 @@ def _by_copysign(o: _Step) -> Float32:
 
 
 def _by_base(o: _Step) -> Float32:
-    if _constant(o.operation.operands[1]) == 2.0:
+    if constant(o.operation.operands[1]) == 2.0:
         return o.grad * (2.0 * o.a)
     slope = o.b * cute.math.pow(o.a, o.b - 1.0, fastmath=o.fastmath)
     return o.grad * _where(o.b == 0.0, 0.0, slope)
@@ -398,23 +381,7 @@ def is_known_function(operation: ir.Operation) -> bool:
     return True
 
 
-def _constant(value: ir.Value) -> float | None:
-    """The compile-time constant that a value is, if that is visible."""
-    operation = value.owner.operation if isinstance(value.owner, ir.OpView) else None
-    if operation is not None and operation.name == "vector.broadcast":
-        return _constant(operation.operands[0])
-    if operation is None or operation.name != "arith.constant":
-        return None
-    attribute = operation.attributes["value"]
-    return attribute.value if isinstance(attribute, ir.FloatAttr) else None
-
-
 # -- the text of the modifier -------------------------------------------------------------------
-
-
-def _key(value: ir.Value) -> int:
-    """Identity of a value: `==` of the DSL's values would trace a comparison."""
-    return ir.Value.__hash__(value)
 
 
 def _is_one_number(value: ir.Value) -> bool:
@@ -430,9 +397,9 @@ def _values_that_depend_on(origins: Sequence[ir.Value], block: ir.Block) -> set[
     pending = list(origins)
     while pending:
         value = pending.pop()
-        if _key(value) in found:
+        if key_of(value) in found:
             continue
-        found.add(_key(value))
+        found.add(key_of(value))
         for use in list(value.uses):
             user = use.owner.operation
             _flatten(_in_block(user, block), user)
@@ -478,19 +445,8 @@ _SPECULATED = {
     "arith.trunci",
     "arith.uitofp",
     "arith.xori",
-    "builtin.unrealized_conversion_cast",
-    "cute.add_offset",
-    "cute.crd2idx",
-    "cute.get_layout",
-    "cute.get_leaves",
-    "cute.get_scalars",
-    "cute.make_coord",
-    "cute.make_int_tuple",
-    "cute.make_layout",
-    "cute.make_shape",
-    "cute.size",
-    "cute.tuple.product",
     "math.absi",
+    *COORDINATES,
 }
 
 
@@ -501,8 +457,13 @@ def _flatten(branch: ir.Operation, user: ir.Operation) -> None:
     if branch.name != "scf.if":
         _refuse(branch)
     for inner in _contents(branch):
-        if inner.name not in ("scf.if", *_SPECULATED, *_PIECEWISE_CONSTANT):
-            _check_speculation(inner)
+        is_known = inner.name in ("scf.if", *_SPECULATED, *_PIECEWISE_CONSTANT)
+        if not is_known and not is_known_function(inner):
+            raise NotImplementedError(
+                "score_mod cannot be differentiated: one side of a branch on a run-time condition, "
+                f"which the score depends on, contains {inner.name}; move that before the branch, "
+                "or pass score_mod_bwd"
+            )
     for nested in _contents(branch):
         if nested.name == "scf.if":
             _flatten(nested, user)
@@ -514,17 +475,6 @@ def _contents(branch: ir.Operation) -> list[ir.Operation]:
     sides = [side for region in branch.regions for side in region.blocks]
     operations = [view.operation for side in sides for view in side.operations]
     return [operation for operation in operations if operation.name != "scf.yield"]
-
-
-def _check_speculation(operation: ir.Operation) -> None:
-    try:
-        _partials(operation)
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            "score_mod cannot be differentiated: one side of a branch on a run-time condition, "
-            f"which the score depends on, contains {operation.name}; move that before the branch, "
-            "or pass score_mod_bwd"
-        ) from error
 
 
 def _inputs(operation: ir.Operation) -> list[tuple[ir.Value, Callable[[_Step], Float32 | None]]]:
@@ -549,14 +499,14 @@ def _by_side(i: int, is_taken: bool, o: _Step) -> Float32 | None:
 
 def _gradient(value: ir.Value, active: set[int]) -> dict[int, Float32]:
     """Keys of the active values that determine `value`, and its derivatives by them."""
-    gradient = {_key(value): Float32(1.0)} if _key(value) in active else {}
+    gradient = {key_of(value): Float32(1.0)} if key_of(value) in active else {}
     for operation in _reverse_order(value, active):
-        step = _Step(operation, [gradient.get(_key(x)) for x in operation.results])
+        step = _Step(operation, [gradient.get(key_of(x)) for x in operation.results])
         for x, partial in _inputs(operation):
-            term = partial(step) if _key(x) in active else None
+            term = partial(step) if key_of(x) in active else None
             if term is not None:
-                known = gradient.get(_key(x))
-                gradient[_key(x)] = term if known is None else known + term
+                known = gradient.get(key_of(x))
+                gradient[key_of(x)] = term if known is None else known + term
     return gradient
 
 
@@ -564,7 +514,7 @@ def _reverse_order(value: ir.Value, active: set[int]) -> list[ir.Operation]:
     """Operations between the origins and an active value, users before their operands."""
     order: list[ir.Operation] = []
     seen: set[ir.Operation] = set()
-    pending = [(value, False)] if _key(value) in active else []
+    pending = [(value, False)] if key_of(value) in active else []
     while pending:
         value, is_done = pending.pop()
         operation = value.owner.operation
@@ -573,7 +523,7 @@ def _reverse_order(value: ir.Value, active: set[int]) -> list[ir.Operation]:
         elif operation not in seen and operation.name != "cute.memref.load":
             seen.add(operation)
             pending.append((value, True))
-            pending.extend((x, False) for x, _ in _inputs(operation) if _key(x) in active)
+            pending.extend((x, False) for x, _ in _inputs(operation) if key_of(x) in active)
     return order[::-1]
 
 

@@ -3,10 +3,9 @@ element: buckets of distances, and clipped ones.
 
 Far from the diagonal, all of a block that a warp has is of one element. Then its sum stays in a
 register of each thread, from block to block, until the element or the head is another one
-(`UniformDiagonals`). Which blocks these are does not depend on scores: a warp finds it out while it
-waits for a product. So its bits do not depend on how many heads a CTA walks over.
-Elsewhere, a warp adds to memory once for each run of diagonals with the same element (`add_runs`),
-because additions to the same element wait for each other.
+(`UniformDiagonals`). Scores do not decide which blocks these are, so bits do not depend on how many
+heads a CTA walks over. Elsewhere, a warp adds to memory once for each run of diagonals with the
+same element (`add_runs`), because additions to the same element wait for each other.
 """
 
 from collections.abc import Sequence
@@ -36,8 +35,8 @@ class Ahead(NamedTuple):
 class UniformDiagonals:
     """The sum over a head's blocks with one element of each read of a group.
 
-    targets: of each read, the sums of its tensor (`AuxSums`). total: of this thread, offsets: of
-    the elements, and head: of the blocks, in registers.
+    targets: of each read, the sums of its tensor (`AuxSums`). In registers: total of this thread,
+    offsets of the elements, head of the blocks.
     """
 
     group: cutlass.Constexpr[LineGroup]

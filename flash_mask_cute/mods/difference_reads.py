@@ -3,12 +3,8 @@
 The index of such a read is a function f(d) of a difference d = a(key) - b(query) (`read_analysis`),
 and of the batch entry and the head. Buckets of distances take tens of instructions for each score.
 So a small kernel computes the elements f(d) once for each head and d
-(`difference_tables_kernel.py`), and attention reads the element of d there: a subtraction and a
-load for each score, because a and b are functions of a column or of a row. The elements are the
-same, so results do not change.
-
-What a callable computes for an index stays in the trace, and the compiler removes it, because
-nothing uses it.
+(`difference_tables_kernel.py`), and attention reads them by a subtraction and a load for each
+score. What a callable computes for an index stays in the trace, and the compiler removes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,15 +27,9 @@ from flash_mask_cute.mods.aux_reads import (
     answered_reads,
     noted_limits,
 )
-from flash_mask_cute.mods.calling import call_score_mod
-from flash_mask_cute.mods.read_analysis import (
-    Kind,
-    Values,
-    key_of,
-    maker_of,
-    operands_of,
-    operations_behind,
-)
+from flash_mask_cute.mods.calling import ScorePlace, call_score_mod
+from flash_mask_cute.mods.ir_analysis import key_of, maker_of
+from flash_mask_cute.mods.read_analysis import Kind, Values, operands_of, operations_behind
 from flash_mask_cute.mods.read_classes import (
     DifferenceRead,
     DifferenceTerm,
@@ -56,11 +46,11 @@ _SIGNED = range(6)
 def find_difference_reads(
     score_mod: Callable[..., Any], aux_tensors: Any
 ) -> tuple[DifferenceRead, ...]:
-    """The reads of a score_mod by differences, whose elements tables of differences can have.
-    Called while a function is traced. Traces the callable, and removes the operations."""
+    """The reads that tables of differences can answer. Called while a function is traced; traces
+    the callable, and removes the operations."""
     with ir_analysis.draft():
-        zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
-        trace = _Trace.create(score_mod, zero, aux_tensors, lambda x: x.tensor.load(x.indices))
+        place = ScorePlace(*(Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis))
+        trace = _Trace.create(score_mod, place, aux_tensors, lambda x: x.tensor.load(x.indices))
         reads = (trace.difference_read(i) for i in range(len(trace.reads)))
         return tuple(x for x in reads if x is not None)
 
@@ -73,13 +63,13 @@ def read_of_difference(
     difference: Int32,
     aux_tensors: Any,
 ) -> "DifferenceElement":
-    """What a read finds for a difference. Called while a kernel is traced. Indices outside a
-    tensor, of differences that no visible score has, become the nearest inside."""
+    """What a read finds for a difference. Indices outside a tensor, of differences that no visible
+    score has, become the nearest inside."""
     # what takes the place of the difference's terms is made here
     before = Int32(arith.constant(Int32.mlir_type, 0)).ir_value().owner
     zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in range(2)]
-    places = [batch_idx, head_idx, *zero]
-    trace = _Trace.create(score_mod, places, aux_tensors, _load_inside)
+    place = ScorePlace(batch_idx, head_idx, *zero)
+    trace = _Trace.create(score_mod, place, aux_tensors, _load_inside)
     trace.replace_terms(read, difference, ir.InsertionPoint(before))
     return trace.reads[read.number]
 
@@ -112,16 +102,16 @@ class DifferenceElement(NamedTuple):
 
 @dataclass(frozen=True)
 class _Trace:
-    """The reads of a score_mod in one trace of it. places: batch entry, head, query and key."""
+    """The reads of a score_mod in one trace of it, at a place."""
 
     reads: list[DifferenceElement]
     values: Values
-    places: list[Int32]
+    place: ScorePlace
 
     @staticmethod
     def create(
         score_mod: Callable[..., Any],
-        places: list[Int32],
+        place: ScorePlace,
         aux_tensors: Any,
         load: Callable[[ElementRead], cutlass.Numeric],
     ) -> "_Trace":
@@ -136,9 +126,9 @@ class _Trace:
 
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
         with noted_limits() as limits, answered_reads(answer):
-            call_score_mod(score_mod, score, *places, aux_tensors)
-        origins = {key_of(x.ir_value()): place for x, place in zip(places, ReadAxis, strict=True)}
-        return _Trace(reads, Values(origins, limits, score), places)
+            call_score_mod(score_mod, score, place, aux_tensors)
+        origins = {key_of(x.ir_value()): axis for x, axis in zip(place, ReadAxis, strict=True)}
+        return _Trace(reads, Values(origins, limits, score), place)
 
     def difference_read(self, number: int) -> DifferenceRead | None:
         """A read, if its element is found by a difference."""
@@ -164,8 +154,8 @@ class _Trace:
         if all(abs(x.factor) != 1 for x in terms):
             return None
         batch, head = (
-            any(x == place.ir_value().owner.operation for x in operations)
-            for place in self.places[:2]
+            any(x == index.ir_value().owner.operation for x in operations)
+            for index in self.place[:2]
         )
         return DifferenceRead(number, read.number, tuple(terms), batch, head, is_computed)
 
@@ -179,11 +169,8 @@ class _Trace:
         return any(key_of(x.element.ir_value()) == found for x in self.reads)
 
     def _way_to(self, term: int, number: int) -> tuple[int, tuple[Step, ...]] | None:
-        """The way to a term of a read's difference by operands, as `DifferenceTerm` has it; None:
-        it leads into a branch.
-
-        No way leads through the element of a read, which a kernel may find by another operation.
-        """
+        """The way to a term of a read's difference; None: it leads into a branch. No way leads
+        through the element of a read, which a kernel may find by another operation."""
         wanted = {key_of(x) for x in self.values.with_number(term)}
         elements = {key_of(x.element.ir_value()): i for i, x in enumerate(self.reads)}
         pending = self._starts(number)
@@ -210,11 +197,8 @@ class _Trace:
     def replace_terms(
         self, read: DifferenceRead, difference: Int32, place: ir.InsertionPoint
     ) -> None:
-        """Replace the terms of a read's difference by other numbers with the same sum.
-
-        Terms are those that the read has: which of two opposite differences it is of, and how
-        values are numbered, follows from all reads of the trace that found it.
-        """
+        """Replace the terms of a read's difference by other numbers with the same sum. Terms are
+        those that the read has: their signs and numbers follow from the trace that found it."""
         for index in self.reads[read.number].read.indices:
             self.values.of(_value(index))
         indices = [x.read.indices for x in self.reads]
@@ -243,8 +227,8 @@ def _of_type(number: Int32, dtype: ir.Type) -> ir.Value:
 
 @dataclass(frozen=True)
 class ModWithTables:
-    """A callable of the user that gets the first aux tensors, and whose reads by differences are
-    answered from those behind, one for each of `reads`, (batch | 1, heads | 1, differences).
+    """A callable that gets the first aux tensors, and whose reads by differences are answered from
+    the tables after them, one for each of `reads`, (batch | 1, heads | 1, differences).
 
     Differences count from the middle of a table. A tensor whose gradient is wanted is read itself.
     summed: the reads whose gradients are summed by difference (`difference_sums.py`).
@@ -297,8 +281,7 @@ class _Sums(NamedTuple):
 
 
 def sums_of_terms(read: DifferenceRead, asked: Sequence[Sequence[Any]]) -> _Sums:
-    """By the values of a difference's terms, which are behind the indices of reads. asked: those of
-    each read up to this one."""
+    """asked: the indices of each read up to this one, of which the terms' values are made."""
     sums: dict[bool, Int32] = {}
     for term in read.terms:
         value = _follow(asked[term.behind], term.path)
@@ -309,12 +292,8 @@ def sums_of_terms(read: DifferenceRead, asked: Sequence[Sequence[Any]]) -> _Sums
 
 
 def _element(table: Any, row: tuple[Int32, Int32], sums: _Sums) -> cutlass.Numeric:
-    """The element of a difference.
-
-    A column of scores has an offset, and a row an address, so that an address takes one
-    instruction. But places themselves have few differences (`at_plain_distances`), and each one is
-    then loaded once.
-    """
+    """The element of a difference. A column has an offset, and a row an address: one instruction
+    for each score. Places have few differences (`at_plain_distances`), each loaded once."""
     middle = Int32(table.layout.shape[2]) // 2
     first = table.iterator + cute.crd2idx((*row, Int32(0)), table.layout)
     if sums.are_places:

@@ -1,10 +1,9 @@
 """Gradients of elements that few differences determine: sums of a warp in shared memory.
 
-Along a diagonal of scores between two cuts (`line_sums.py`), the difference is the same. Added to
-memory, the sums of two lines often are for one element, and such additions wait for each other. So
-a warp adds them up by difference, in shared memory of its own, until the walk turns to another
-head, and at the end of the walk. Then the elements of the differences are found, and the sums are
-added to memory: a few hundred additions for a walk. Who sums is a choice (`SummedBy`).
+Along a diagonal of scores between two cuts (`line_sums.py`), the difference is the same. The sums
+of two lines often are for one element, and additions to memory would wait for each other. So a warp
+adds them up by difference, in shared memory of its own. When the walk turns to another head, and at
+its end, the sums are added to memory: a few hundred additions. Who sums is a choice (`SummedBy`).
 
 Where cuts are too many, as in small windows, a warp adds each score, those of a column at once:
 they are of one query and of different keys. So the order of all additions is fixed.
@@ -33,9 +32,8 @@ NO_HEAD = -1
 
 
 class SummedRead(NamedTuple):
-    """A read that is summed by difference. number: of the tensor. factor: the derivative by the
-    element. start: of its sums in a warp's memory, the place of the least difference. rows: how
-    many sums a difference has, a stride apart."""
+    """number: of the tensor. factor: the derivative by the element. start: of its sums in a warp's
+    memory, the place of the least difference. rows: sums of a difference, a stride apart."""
 
     number: int
     factor: float
@@ -72,9 +70,8 @@ def summed_reads(score_mod: Any, reads: ModReads, of_masks: bool) -> tuple[Summe
 
 
 def is_mma_turn(m_block: Int32) -> Boolean:
-    """Whether MMA warps sum a block of queries, if mask warps take turns with them: by its number
-    in the sequence, because mask warps sum rounded dS, and bits must not depend on what else a CTA
-    computes."""
+    """Whether MMA warps sum a block, if mask warps, which sum rounded dS, take turns with them: by
+    its number in the sequence, because bits must not depend on what else a CTA computes."""
     return m_block % 2 == 0
 
 
@@ -189,9 +186,9 @@ class DifferenceSums:
             self.sums[at] = self.sums[at] + total
 
     def add_run(self, i: int, values: Sequence[Float32], difference: Int32, row: Int32) -> None:
-        """Add sums of neighbouring diagonals, others in each lane, to read i of a mask warp.
-        difference: of the first one; the others belong to the keys after it. row: the query of this
-        lane, by which its diagonals are farther. Diagonals outside have the sum 0."""
+        """Add a lane's sums of neighbouring diagonals to read i of a mask warp. difference: of the
+        first one; the others belong to the keys after it. row: the query of this lane, by which its
+        diagonals are farther. Diagonals outside have the sum 0."""
         read = self.reads[i]
         first = read.middle + difference + row % ROWS_APART * read.summed.stride
         for start in range(0, len(values), ROWS_APART):
@@ -217,9 +214,8 @@ class DifferenceSums:
         scores: tuple[tuple[Float32, Int32, Int32], ...],
         lanes_per_row: cutlass.Constexpr[int],
     ) -> None:
-        """Add gradients of scores to read i, one column after another. scores: of this lane, in one
-        column; a gradient, the query and the key, any if the gradient is 0. lanes_per_row: columns
-        of a warp."""
+        """Add gradients of scores to read i, one column after another. scores: of this lane; a
+        gradient, the query and the key, any if it is 0. lanes_per_row: columns of a warp."""
         read, lane = self.reads[i], cute.arch.lane_idx()
         places = [read.middle + difference_at(read.read, q, k) for _, q, k in scores]
         for column in cutlass.range_constexpr(lanes_per_row):

@@ -49,8 +49,8 @@ _FUNCTION = "as in cute.math.exp(x) for math.exp(x), torch.exp(x) or np.exp(x)"
 
 
 class ModMistake(Exception):
-    """Raised while a callable runs; `tracing` turns it into an error that names the callable. kind:
-    the class of that error. text: follows the callable's name in the message."""
+    """Raised while a callable runs; `tracing` raises an error of class `kind` in its place, which
+    has the callable's name before `text`."""
 
     def __init__(self, kind: type[Exception], text: str) -> None:
         super().__init__(text)
@@ -66,8 +66,8 @@ def mod_name(mod: Callable[..., Any]) -> str:
 def describe(
     kind: str, mod: Callable[..., Any], error: BaseException | None = None, line: str = ""
 ) -> str:
-    """`kind name (file:line)`. The line is the given one; else the line of the callable, or of its
-    callee, that raised the error; else the first line of the callable."""
+    """`kind name (file:line)`: the given line; else the one of the user's code that raised the
+    error; else the first line of the callable."""
     place = line or _last_line(error) or _first_line(mod)
     return f"{kind} {mod_name(mod)}" + (f" ({place})" if place else "")
 
@@ -101,13 +101,8 @@ def _first_line(mod: Callable[..., Any]) -> str | None:
 
 @contextmanager
 def tracing(kind: str, mod: Callable[..., Any], has_aux: bool) -> Iterator[None]:
-    """Context of a call of a user callable.
-
-    Errors say what the callable does wrong. Vectors are refused in Python's `and`, `or`, `not`, `a
-    < b < c` and conditions.
-
-    Python would treat every vector as true there, and silently ignore the condition.
-    """
+    """Context of a call of a user callable: errors say what it does wrong. Vectors are refused in
+    `and`, `or`, `not`, `a < b < c` and conditions, where Python would treat each one as true."""
     try:
         with _vectors_in_mods():
             yield
@@ -127,6 +122,11 @@ def tracing(kind: str, mod: Callable[..., Any], has_aux: bool) -> Iterator[None]
             raise TypeError(
                 f"{describe(kind, mod, error)} gives a value of the kernel to another library's "
                 f"function ({error}): call one of cute.math, {_FUNCTION}"
+            ) from error
+        if "indices must be integers" in str(error):
+            raise TypeError(
+                f"{describe(kind, mod, error)} indexes a Python list or tuple by a vector: pass a "
+                "tensor in aux_tensors instead, and read aux_tensors[0][h_idx[0]]"
             ) from error
         if not has_aux and "'NoneType'" in str(error):
             raise ValueError(

@@ -1,9 +1,9 @@
 """Sums of fp32 numbers whose bits do not depend on the order of the additions.
 
-Such a sum is a fixed-point number, of words that integer additions of any order make. Word i counts
-2^(WORD_BITS * i + LOWEST_EXPONENT). An fp32 number has 24 bits, so it is an addition to each of two
-neighbouring words, of a number below 2^24. A word of int64 has room for 2^39 of these. A last word
-has a flag for each kind of number that is not finite.
+Such a sum is a fixed-point number, in words that integers are added to. Word i counts
+2^(WORD_BITS * i + LOWEST_EXPONENT). An fp32 number has 24 bits, so it adds a number below 2^24 to
+each of two neighbouring words. A word of int64 has room for 2^39 of these. A last word has a flag
+for each kind of number that is not finite.
 """
 
 WORD_BITS = 24

@@ -1,24 +1,24 @@
 """Arithmetic in bf16 on the host, in fp32 and integers.
 
 LLVM rounds to bf16 with an instruction that few CPUs have (AVX512_BF16), and elsewhere calls a
-function that no library of the process provides. So each operation of a traced module on bf16
-becomes the operation in fp32, and its result is rounded on the bits. Operands are widened on the
-bits too, because LLVM returns an operation on converted operands to their type. fp64 goes to 16
-bits through fp32, as in torch.
+function that no library of the process provides. So each operation on bf16 becomes one in fp32, and
+its result is rounded on the bits. Operands are widened on the bits too, because LLVM returns an
+operation on converted operands to their type. fp64 goes to 16 bits through fp32, as in torch.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith
 
 # Operations that keep the bits of their operands.
 _EXACT = {"arith.bitcast", "arith.constant", "arith.select"}
 
 
 def compute_bf16_in_fp32(operation: Any) -> None:
-    """Replace the operations inside `operation`, of any nesting, that compute with bf16. Call it in
-    the context of the module, before the compiler's passes."""
+    """Replace the operations inside `operation` that compute with bf16. Call it in the context of
+    the module, before the compiler's passes."""
     for old in list(_to_replace(operation)):
         _replace(old)
 
@@ -37,7 +37,6 @@ def _to_replace(operation: Any) -> Iterator[Any]:
 
 
 def _replace(old: Any) -> None:
-    ir, _ = _mlir()
     (result,) = old.results
     with ir.InsertionPoint(old), old.location:
         operands = [_widened(x) if _is_bf16(x) else x for x in old.operands]
@@ -55,7 +54,6 @@ def _replace(old: Any) -> None:
 
 def _converted(value: Any, wanted: Any) -> Any:
     """fp32 or fp64 to another type of floating-point numbers, through fp32."""
-    ir, arith = _mlir()
     if str(_element(value.type)) == "f64":
         value = arith.truncf(_like(wanted, ir.F32Type.get()), value)
     if value.type == wanted:
@@ -64,7 +62,6 @@ def _converted(value: Any, wanted: Any) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    ir, arith = _mlir()
     half, word = (_like(value.type, ir.IntegerType.get_signless(x)) for x in (16, 32))
     bits = arith.extui(word, arith.bitcast(half, value))
     return arith.bitcast(_like(value.type, ir.F32Type.get()), arith.shli(bits, _constant(word, 16)))
@@ -72,7 +69,6 @@ def _widened(value: Any) -> Any:
 
 def _rounded(value: Any) -> Any:
     """fp32 to bf16, ties to even; a NaN stays one."""
-    ir, arith = _mlir()
     half, word = (_like(value.type, ir.IntegerType.get_signless(x)) for x in (16, 32))
     bits = arith.bitcast(word, value)
     high = arith.shrui(bits, _constant(word, 16))
@@ -84,19 +80,10 @@ def _rounded(value: Any) -> Any:
 
 
 def _constant(word: Any, number: int) -> Any:
-    ir, arith = _mlir()
     attribute = ir.IntegerAttr.get(_element(word), number)
     if word != _element(word):
         attribute = ir.DenseElementsAttr.get_splat(word, attribute)
     return arith.constant(word, attribute)
-
-
-def _mlir() -> tuple[Any, Any]:
-    """What makes types and attributes, and what makes operations."""
-    from cutlass._mlir import ir
-    from cutlass._mlir.dialects import arith
-
-    return ir, arith
 
 
 def _is_bf16(value: Any) -> bool:
@@ -110,5 +97,4 @@ def _element(kind: Any) -> Any:
 
 def _like(kind: Any, element: Any) -> Any:
     """A type of the shape of `kind`, with other elements."""
-    ir, _ = _mlir()
     return ir.VectorType.get(kind.shape, element) if hasattr(kind, "shape") else element

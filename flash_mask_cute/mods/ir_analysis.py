@@ -10,6 +10,22 @@ from cutlass._mlir.dialects import scf, vector
 
 # What the pipe of the exponentials computes in an instruction, by `_fast_function`.
 _FUNCTIONS = {"cos", "ex2", "exp", "exp2", "lg2", "log", "log2", "rcp", "rsqrt", "sin", "tanh"}
+# Operations on layouts and coordinates. Their results follow from their operands alone, under no
+# condition.
+COORDINATES = {
+    "builtin.unrealized_conversion_cast",
+    "cute.add_offset",
+    "cute.crd2idx",
+    "cute.get_layout",
+    "cute.get_leaves",
+    "cute.get_scalars",
+    "cute.make_coord",
+    "cute.make_int_tuple",
+    "cute.make_layout",
+    "cute.make_shape",
+    "cute.size",
+    "cute.tuple.product",
+}
 # Dialects whose operations take vectors element by element.
 _BY_ELEMENT = {"arith", "math"}
 
@@ -30,6 +46,17 @@ def made_of(value: ir.Value) -> list[ir.Value]:
     return [value, *(found for result in results for found in made_of(result))]
 
 
+def key_of(value: ir.Value) -> int:
+    """Identity of a value: `==` of the DSL's values would trace a comparison."""
+    return ir.Value.__hash__(value)
+
+
+def maker_of(value: ir.Value) -> ir.Operation | None:
+    """The operation that produced a value; None for an argument."""
+    owner = value.owner
+    return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None
+
+
 def count_uses(values: list[ir.Value]) -> int:
     return sum(1 for value in values for _ in value.uses)
 
@@ -46,27 +73,30 @@ def is_by_element(*origins: cute.TensorSSA) -> bool:
 
 
 def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
-    """Merge the factor of a mod into `scale`, if the mod only multiplies the score by a number.
-
-    The score is a multiple of `scale`, so one product replaces two.
-
-    This rounds once instead of twice. Numbers that could take the factor out of fp32 range stay.
-    """
+    """Merge the factor of a mod into `scale`, of which the score is a multiple, if the mod only
+    multiplies the score by a number: one product and one rounding replace two. Numbers that could
+    take the factor out of fp32 range stay."""
     product = score.ir_value().owner.operation
     users = [use.owner.operation for use in product.results[0].uses]
     users = [user for user in users if not _is_unused_element(user)]
     if len(users) != 1 or users[0].name != "arith.mulf":
         return
-    numbers = [x for x in map(_number, users[0].operands) if x is not None]
+    numbers = [x for x in map(constant, users[0].operands) if x is not None]
     if len(numbers) == 1 and _is_moderate(abs(numbers[0])):
         with ir.InsertionPoint(product):
             product.operands[1] = cute.full(score.shape, scale * numbers[0], Float32).ir_value()
         users[0].results[0].replace_all_uses_with(product.results[0])
 
 
-def constant(value: Float32) -> float | None:
-    """The number that a value is, if it is a compile-time constant."""
-    return _number(value.ir_value())
+def constant(value: ir.Value) -> float | None:
+    """The floating-point number that a value is, or that a vector repeats, if that is known."""
+    operation = maker_of(value)
+    if operation is None or operation.name not in ("vector.broadcast", "arith.constant"):
+        return None
+    if operation.name == "vector.broadcast":
+        return constant(operation.operands[0])
+    number = operation.attributes["value"]
+    return number.value if isinstance(number, ir.FloatAttr) else None
 
 
 def last_factor(value: Float32) -> float:
@@ -96,9 +126,8 @@ def _users_of(origin: ir.Value) -> Iterator[ir.Operation]:
             user = use.owner.operation
             yield user
             results = user.results if user.name != "scf.yield" else user.parent.operation.results
-            # `==` of the DSL's values would trace a comparison
-            fresh = [x for x in results if ir.Value.__hash__(x) not in seen]
-            seen.update(ir.Value.__hash__(x) for x in fresh)
+            fresh = [x for x in results if key_of(x) not in seen]
+            seen.update(map(key_of, fresh))
             pending.extend(fresh)
 
 
@@ -126,12 +155,12 @@ def _is_moderate(factor: float) -> bool:
 def _last_product(value: Float32) -> tuple[float, ir.Value]:
     """The positive number that a mod multiplied by last, or 1, and the multiplied value."""
     result = value.ir_value()
-    product = _maker(result)
+    product = maker_of(result)
     if product is not None and product.name == "vector.extract":
-        product = _maker(product.operands[0])
+        product = maker_of(product.operands[0])
     if product is not None and product.name == "arith.mulf":
         for number, other in zip(product.operands, list(product.operands)[::-1], strict=True):
-            factor = _number(number)
+            factor = constant(number)
             if factor is not None and _is_moderate(factor):
                 return factor, other
     return 1.0, result
@@ -139,20 +168,3 @@ def _last_product(value: Float32) -> tuple[float, ir.Value]:
 
 def _is_unused_element(operation: ir.Operation) -> bool:
     return operation.name == "vector.extract" and not any(True for _ in operation.results[0].uses)
-
-
-def _number(value: ir.Value) -> float | None:
-    """The number that a value is, or that a vector repeats, if it is a compile-time constant."""
-    operation = _maker(value)
-    if operation is None or operation.name not in ("vector.broadcast", "arith.constant"):
-        return None
-    if operation.name == "vector.broadcast":
-        return _number(operation.operands[0])
-    number = operation.attributes["value"]
-    return number.value if isinstance(number, ir.FloatAttr) else None
-
-
-def _maker(value: ir.Value) -> ir.Operation | None:
-    """The operation that produced a value; None for an argument."""
-    owner = value.owner
-    return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None

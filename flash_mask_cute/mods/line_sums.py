@@ -3,8 +3,7 @@
 An element that the query determines is the same along a column of scores, and one that the distance
 of query and key determines is the same along a diagonal. So a thread sums along its parts of these
 lines, the threads of a warp add up their parts, and each takes some lines: to find the element of a
-line, the modifier is differentiated once, at any of its scores. Then the sums are added to memory
-as `AuxSums` adds those of scores.
+line, the modifier is differentiated once, at any of its scores.
 """
 
 from enum import Enum
@@ -23,8 +22,8 @@ class Line(Enum):
 
 
 class LineRead(NamedTuple):
-    """A read whose element is the same along lines. term: its number among the terms that
-    `differentiate` returns. number: of the tensor. factor: the derivative by the element."""
+    """term: the number of the read among the terms that `differentiate` returns. number: of the
+    tensor. factor: the derivative by the element."""
 
     term: int
     number: int
@@ -55,40 +54,32 @@ class Lines(Protocol):
 
     def first_row(self) -> Int32:
         """The first row of this warp, among those of the warpgroup."""
-        ...
 
     def num_parts(self, line: Line, cols: int) -> int:
         """Parts of lines of a thread that has this number of columns."""
-        ...
 
     def part_of(self, line: Line, r: int, c: int) -> int:
         """The part to which a thread's score in row r and column c belongs."""
-        ...
 
     def totals(
         self, line: Line, parts: list[Float32], are_moved: bool = False
     ) -> list[tuple[Float32, Int32]]:
-        """The sums over the warp that this thread holds, and their lines: columns, counted from the
-        tile's first one, or distances of columns from rows. A line is nobody else's. are_moved:
-        parts of what `along_diagonals` has moved."""
-        ...
+        """The sums over the warp that this thread alone holds, and their lines: columns, counted
+        from the tile's first one, or distances of columns from rows. are_moved: parts of what
+        `along_diagonals` has moved."""
 
     def along_diagonals(self, scores: cute.Tensor) -> cute.Tensor:
         """A thread's scores, rows by columns, moved within their rows to the threads that sum their
         diagonals; zeros where a row has none."""
-        ...
 
     def moved_cols(self, count: int) -> list[Int32]:
         """Where a thread's moved scores come from, in its first row; of zeros, places outside."""
-        ...
 
     def in_order(self, parts: list[Float32]) -> list[Float32]:
         """The same of all diagonals, those of neighbours in neighbouring lanes, 32 at a time."""
-        ...
 
     def diagonals(self, cols: int) -> list[Int32]:
         """Of `in_order`, distances of columns from rows; that of a neighbour where nothing is."""
-        ...
 
 
 def parts_between(

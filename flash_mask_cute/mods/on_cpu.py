@@ -1,10 +1,8 @@
 """User callables on CPU tensors: the CuTe DSL compiles them for the host, without a GPU.
 
-A `mask_mod`, a `score_mod`, its derivatives or a `score_mod_bwd` runs over a rectangle of queries
-and keys of one head. It is called exactly as a kernel calls it (`mods/calling.py`,
-`mods/derivative.py`), so code that was tried here is what a kernel compiles. One compiled function
-serves all sizes and strides. Those used last are kept in memory, by the structure of the callable
-and the dtypes and ranks of its aux tensors.
+A callable runs over a rectangle of queries and keys of one head (`host_loop`), called exactly as a
+kernel calls it. One compiled function serves all sizes and strides. Those used last are kept in
+memory, by the structure of the callable and the dtypes and ranks of its aux tensors.
 """
 
 import functools
@@ -110,8 +108,7 @@ def eval_score_mod_bwd(
     scores: Tensor,
     *place: "Unpack[Place]",
 ) -> Tensor:
-    """Gradients of the scores, a new float32 tensor (rows, cols), from those of the modified
-    scores.
+    """Gradients of the scores, a new float32 tensor (rows, cols), from those of the modified ones.
 
     grads, scores: float32 (rows, cols); the scores are those that score_mod gets. The place and the
     errors are those of `eval_mask_mod`.
@@ -148,7 +145,12 @@ def _run(
         compiled = _find(key, mod, checked=True)
     record = new_record()
     compiled.function(*given, record, targets)
-    check_record(record, _KINDS[kind].callable, mod)
+    check_record(record, _kind_of_mod(kind), mod)
+
+
+def _kind_of_mod(kind: str) -> str:
+    """The kind of callable from which something of this kind is computed."""
+    return kind if kind in ("mask_mod", "score_mod_bwd") else "score_mod"
 
 
 def _end_of(positions: Tensor) -> int:
@@ -181,6 +183,8 @@ def _compile(
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
+    from flash_mask_cute.mods.host_loop import EVALUATE, evaluate_each
+
     def tensor(dtype: Any, rank: int) -> Any:
         return make_fake_tensor(
             dtype,
@@ -194,25 +198,22 @@ def _compile(
     if layout is not None:
         aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
         targets = tuple(tensor(cutlass.Float64, layout[i][1]) for i in wants_aux) or None
-    named_mod = _KINDS[kind].callable, mod
+    evaluate = EVALUATE[kind]
     arguments = (
-        functools.partial(_KINDS[kind].evaluate, wants_aux) if wants_aux else _KINDS[kind].evaluate,
+        functools.partial(evaluate, wants_aux) if wants_aux else evaluate,
         mod,
         tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), 2) for name in dtypes),
         (cutlass.Int32(0), cutlass.Int32(0), tensor(cutlass.Int32, 1), tensor(cutlass.Int32, 1)),
         aux,
     )
     record = tensor(cutlass.Int64, 1)
-    return compile_reading(named_mod, _loop(), arguments, record, (targets,), checked)
+    named_mod = _kind_of_mod(kind), mod
+    return compile_reading(named_mod, evaluate_each, arguments, record, (targets,), checked)
 
 
 class HostFunction(NamedTuple):
-    """CPU code that calls a callable.
-
-    reads: (index of the aux tensor, dimension, place) of each of its reads, if `all_inside` of
-    these suffices to show that they are inside; the function then takes None as its record. None:
-    it takes a record.
-    """
+    """reads: (index of the aux tensor, dimension, place) of each read, if `all_inside` suffices to
+    check them; the function then takes None as its record. None: it takes a record."""
 
     function: Callable[..., Any]
     reads: list[tuple[int, int, int]] | None
@@ -226,8 +227,8 @@ def compile_reading(
     others: tuple[Any, ...] = (),
     checked: bool = False,
 ) -> HostFunction:
-    """Compile function(*arguments, record, *others), which reads aux tensors, as
-    `compile_for_host`. checked: the function checks all reads, and needs no `all_inside`."""
+    """Compile function(*arguments, record, *others), as `compile_for_host`. checked: the function
+    checks all reads, and needs no `all_inside`."""
     from flash_mask_cute.mods.aux_reads import NotPlainError, notes_reads
 
     if not checked:
@@ -255,10 +256,8 @@ def compile_for_host(
     options: str = HOST_OPTIONS,
 ) -> Any:
     """Compile a jit function that calls a user callable for the CPU. The caller holds
-    `compile_lock`.
-
-    named_mod: "mask_mod", "score_mod" or "score_mod_bwd", with the callable. Raises
-    NotImplementedError: the callable uses a GPU-only instruction."""
+    `compile_lock`. named_mod: the kind of callable, and the callable. Raises NotImplementedError:
+    it uses a GPU-only instruction."""
     import cutlass.cute as cute
 
     from flash_mask_cute.mods.errors import describe
@@ -310,105 +309,3 @@ def _gpu_instructions(operation: Any) -> Iterator[tuple[str, str]]:
                 if name.startswith(("nvvm.", "nvgpu.", "cute_nvgpu.")) or name in _GPU_ONLY:
                     yield name, _line_of(child.operation)
                 yield from _gpu_instructions(child.operation)
-
-
-def _given(targets: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    return targets or ()
-
-
-@functools.cache
-def _loop() -> Any:
-    """The function to compile; made on demand, because its decorator needs the DSL."""
-    import cutlass
-    import cutlass.cute as cute
-
-    from flash_mask_cute.mods.aux_reads import CheckedAux
-
-    @cute.jit
-    def evaluate_each(
-        evaluate: cutlass.Constexpr,
-        mod: cutlass.Constexpr,
-        values: Any,
-        indices: Any,
-        aux_tensors: Any,
-        record: Any,
-        targets: Any,
-    ) -> None:
-        batch_idx, head_idx, q_idx, k_idx = indices
-        checked = CheckedAux.create(aux_tensors, record)
-        for i in range(cute.size(q_idx)):
-            for j in range(cute.size(k_idx)):
-                place = (batch_idx, head_idx, q_idx[i], k_idx[j], checked)
-                results = evaluate(
-                    mod, tuple(value[i, j] for value in values), place, *_given(targets)
-                )
-                for value, result in zip(values, results, strict=False):
-                    value[i, j] = result
-
-    return evaluate_each
-
-
-# What a kind makes of the values of a score and of its place: what replaces the first values.
-# place: batch_idx, head_idx, q_idx, k_idx, aux_tensors. Where aux tensors have gradients, the
-# tensors to add them to follow.
-_Many: TypeAlias = tuple[Any, ...]
-
-
-def _evaluate_mask_mod(mod: Any, values: _Many, place: _Many) -> _Many:
-    from cutlass import Uint8
-
-    from flash_mask_cute.mods.calling import call_mask_mod
-
-    return (Uint8(call_mask_mod(mod, *place)),)
-
-
-def _evaluate_score_mod(mod: Any, values: _Many, place: _Many) -> _Many:
-    from flash_mask_cute.mods.calling import call_score_mod
-
-    return (call_score_mod(mod, *values, *place),)
-
-
-def _evaluate_derivative(mod: Any, values: _Many, place: _Many) -> _Many:
-    from flash_mask_cute.mods.derivative import differentiate
-
-    score, _ = values
-    modified, slope, _ = differentiate(mod, score, *place)
-    return modified, slope
-
-
-def _add_aux_gradients(
-    wants_aux: tuple[int, ...], mod: Any, values: _Many, place: _Many, *targets: Any
-) -> _Many:
-    import cutlass
-
-    from flash_mask_cute.mods.derivative import differentiate
-
-    score, grad = values
-    _, _, terms = differentiate(*(mod, score, *place, wants_aux))
-    for i, coordinates, by_element in terms:
-        target = targets[wants_aux.index(i)]
-        more = cutlass.select_(grad == 0.0, type(grad)(0.0), type(grad)(grad * by_element))
-        target[coordinates] = target[coordinates] + cutlass.Float64(more)
-    return ()
-
-
-def _evaluate_score_mod_bwd(mod: Any, values: _Many, place: _Many) -> _Many:
-    from flash_mask_cute.mods.derivative import call_score_mod_bwd
-
-    return (call_score_mod_bwd(mod, *values, *place),)
-
-
-class _Kind(NamedTuple):
-    """What to compute from a callable, and its kind."""
-
-    evaluate: Callable[..., tuple[Any, ...]]
-    callable: str
-
-
-_KINDS = {
-    "mask_mod": _Kind(_evaluate_mask_mod, "mask_mod"),
-    "score_mod": _Kind(_evaluate_score_mod, "score_mod"),
-    "derivative": _Kind(_evaluate_derivative, "score_mod"),
-    "aux_gradients": _Kind(_add_aux_gradients, "score_mod"),
-    "score_mod_bwd": _Kind(_evaluate_score_mod_bwd, "score_mod_bwd"),
-}

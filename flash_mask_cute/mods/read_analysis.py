@@ -1,8 +1,7 @@
 """Analysis of the indices of reads in the trace of a score_mod: on which places they depend, how.
 
-It follows the operations from an index back to the place of the score. The mod's source does not
-matter: mods written with the DSL and lowered torch mods leave the same operations. Whatever is not
-known here depends on everything, so the class of such a read is OTHER.
+It follows the operations from an index back to the place of the score. Whatever is not known here
+depends on everything, so the class of such a read is OTHER.
 
 An index is described by its form: fixed for a batch entry and head; a sum of multiples of terms
 that depend on one place each; or a function of such a sum. Equal terms are found by value
@@ -10,7 +9,7 @@ numbering, as the same operations of the same operands.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +19,8 @@ from cutlass._mlir.dialects import arith
 
 from flash_mask_cute.mods import derivative, ir_analysis
 from flash_mask_cute.mods.aux_reads import ReadAxis, noted_limits
+from flash_mask_cute.mods.calling import ScorePlace
+from flash_mask_cute.mods.ir_analysis import key_of, maker_of
 from flash_mask_cute.mods.read_classes import (
     LEAST_CUT,
     MOST_POSITION,
@@ -37,23 +38,12 @@ _POSITION: Span = 0, MOST_POSITION - 1
 # Operations whose results follow from their operands alone, besides all of `arith` and `math`. A
 # read is one of these, because no kernel writes to aux tensors.
 _PURE = {
-    "builtin.unrealized_conversion_cast",
-    "cute.add_offset",
-    "cute.crd2idx",
+    *ir_analysis.COORDINATES,
     "cute.get_iter",
-    "cute.get_layout",
-    "cute.get_leaves",
-    "cute.get_scalars",
     "cute.get_shape",
-    "cute.make_coord",
-    "cute.make_int_tuple",
-    "cute.make_layout",
-    "cute.make_shape",
     "cute.make_view",
     "cute.memref.load",
-    "cute.size",
     "cute.to_int_tuple",
-    "cute.tuple.product",
     "cute.tuple_add",
     "cute.tuple_sub",
     "vector.broadcast",
@@ -76,18 +66,16 @@ _WIDER_OR_NOT = {"arith.extsi", "arith.index_cast", "arith.trunci"}
 def analyse_reads(
     score_mod: Callable[..., Any], aux_tensors: Any, wants_aux: Sequence[int]
 ) -> ModReads:
-    """The reads of the aux tensors with numbers in wants_aux.
-
-    Called while a function is traced. Differentiates the callable, and removes the operations.
-    Raises NotImplementedError, ValueError as `differentiate`."""
+    """The reads of the aux tensors with numbers in wants_aux. Called while a function is traced;
+    differentiates the callable, removes the operations, and raises what `differentiate` raises."""
     with ir_analysis.draft(), noted_limits() as limits:
-        places = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis]
+        place = ScorePlace(*(Int32(arith.constant(Int32.mlir_type, 0)) for _ in ReadAxis))
         score = Float32(arith.constant(Float32.mlir_type, 0.0))
         value, slope, terms = derivative.differentiate(
-            score_mod, score, *places, aux_tensors, wants_aux
+            score_mod, score, place, aux_tensors, wants_aux
         )
-        is_batch_invariant_bias = _is_batch_invariant_bias(value, score, places[0])
-        origins = {key_of(x.ir_value()): place for x, place in zip(places, ReadAxis, strict=True)}
+        is_batch_invariant_bias = _is_batch_invariant_bias(value, score, place.batch_idx)
+        origins = {key_of(x.ir_value()): axis for x, axis in zip(place, ReadAxis, strict=True)}
         values = Values(origins, limits, score)
         found = {}
         for number in wants_aux:
@@ -111,7 +99,8 @@ def analyse_reads(
                 is_diagonal=cuts is not None,
                 cuts=cuts or (),
             )
-        return ModReads(found, ir_analysis.constant(slope) == 1.0, is_batch_invariant_bias)
+        is_shift = ir_analysis.constant(slope.ir_value()) == 1.0
+        return ModReads(found, is_shift, is_batch_invariant_bias)
 
 
 class Kind(Enum):
@@ -125,9 +114,8 @@ class _Value(NamedTuple):
     """What is known of a number.
 
     terms: (number of a term, its factor) of a sum, or of the sum that it is a function of, there in
-    lowest terms. offset: what is added to the sum, if that is a constant. span: its least and
-    greatest value, if they follow from lengths and extents. number: equal for equal values. text:
-    for readers, if it is short.
+    lowest terms. offset: added to the sum, if that is a constant. span: None if it does not follow
+    from lengths and extents. number: equal for equal values. text: for readers, if it is short.
     """
 
     kind: Kind
@@ -154,8 +142,7 @@ class Term(NamedTuple):
 
 class Values:
     """The values of one trace. origins: places by the keys of their values. limits: values that
-    were limited to an extent, and what they were before. score: of the trace; an index that depends
-    on it, as by a comparison, is not known."""
+    were limited to an extent, and what they were before. score: what depends on it is unknown."""
 
     def __init__(
         self, origins: dict[int, ReadAxis], limits: dict[int, ir.Value], score: Float32
@@ -235,8 +222,7 @@ class Values:
     def _place_of(self, x: _Value) -> ReadAxis | int | None:
         if x.constant is not None:
             return x.constant
-        place = next((place for place in ReadAxis if x.number == self._number(place)), None)
-        return place
+        return next((place for place in ReadAxis if x.number == self._number(place)), None)
 
     def cuts_of(self, indices: tuple[_Value, ...]) -> tuple[Cut, ...] | None:
         """The cuts between which the difference that all indices depend on is the same along a
@@ -261,18 +247,10 @@ class Values:
     # -- values ---------------------------------------------------------------------------------
 
     def of(self, value: ir.Value) -> _Value:
-        """What is known of a value, whose operands are looked at first."""
-        pending = [value]
-        while pending:
-            last = pending[-1]
-            missing = [x for x in self._inputs(last) if key_of(x) not in self._known]
-            if key_of(last) not in self._known and missing:
-                pending.extend(missing)
-                continue
-            pending.pop()
-            if key_of(last) not in self._known:
-                known = self._known[key_of(last)] = self._made(last)
-                self._values.setdefault(known.number, []).append(last)
+        """What is known of a value."""
+        for each in _operands_first(value, self._inputs, self._known):
+            known = self._known[key_of(each)] = self._made(each)
+            self._values.setdefault(known.number, []).append(each)
         return self._known[key_of(value)]
 
     def with_number(self, number: int) -> list[ir.Value]:
@@ -383,6 +361,22 @@ class Values:
         return None if before is None or size < 1 else before * size
 
 
+def _operands_first(
+    value: ir.Value, inputs: Callable[[ir.Value], list[ir.Value]], known: Mapping[int, Any]
+) -> Iterator[ir.Value]:
+    """A value after all that it is made of, but what is known; the caller adds each to `known`."""
+    pending = [value]
+    while pending:
+        last = pending[-1]
+        missing = [x for x in inputs(last) if key_of(x) not in known]
+        if key_of(last) not in known and missing:
+            pending.extend(missing)
+            continue
+        pending.pop()
+        if key_of(last) not in known:
+            yield last
+
+
 # -- sums ---------------------------------------------------------------------------------------
 
 
@@ -485,20 +479,9 @@ def _text(name: str, operation: ir.Operation, inputs: list[_Value]) -> str:
 # -- operations ---------------------------------------------------------------------------------
 
 
-def key_of(value: ir.Value) -> int:
-    # `==` of the DSL's values would trace a comparison
-    return ir.Value.__hash__(value)
-
-
 def operands_of(operation: ir.Operation) -> list[ir.Value]:
     # the DSL wraps pointers and tensors
     return [x if isinstance(x, ir.Value) else x.value for x in operation.operands]
-
-
-def maker_of(value: ir.Value) -> ir.Operation | None:
-    """The operation that produced a value; None for an argument."""
-    owner = value.owner
-    return owner.operation if isinstance(owner, ir.OpView | ir.Operation) else None
 
 
 def _result_number(operation: ir.Operation, value: ir.Value) -> int:
@@ -613,19 +596,15 @@ def _factor(factor: Float32) -> Factor:
 
 
 def _found(rule: Callable[[ir.Value, dict[int, _T]], _T], value: ir.Value) -> _T:
-    """What a rule finds for a value, after it ran once on each of the operands."""
+    """What a rule finds for a value, by what it found for the operands."""
+
+    def inputs(made: ir.Value) -> list[ir.Value]:
+        operation = maker_of(made)
+        return [] if operation is None else operands_of(operation)
+
     found: dict[int, _T] = {}
-    pending = [value]
-    while pending:
-        last = pending[-1]
-        operation = maker_of(last)
-        operands = [] if operation is None else operands_of(operation)
-        missing = [x for x in operands if key_of(x) not in found]
-        if key_of(last) not in found and missing:
-            pending.extend(missing)
-            continue
-        pending.pop()
-        found[key_of(last)] = rule(last, found)
+    for each in _operands_first(value, inputs, found):
+        found[key_of(each)] = rule(each, found)
     return found[key_of(value)]
 
 
@@ -634,7 +613,7 @@ def _constant(value: ir.Value, found: dict[int, float | None]) -> float | None:
     operation = maker_of(value)
     if operation is None or operation.name not in ("arith.mulf", "arith.negf"):
         is_fp32 = isinstance(value.type, ir.F32Type)
-        return ir_analysis.constant(Float32(value)) if is_fp32 else None
+        return ir_analysis.constant(value) if is_fp32 else None
     factors = [found[key_of(x)] for x in operands_of(operation)]
     known = [x for x in factors if x is not None]
     if len(known) < len(factors):

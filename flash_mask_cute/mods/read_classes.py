@@ -1,8 +1,7 @@
 """Classes of reads of aux tensors, by what the element that is read depends on.
 
-The gradient of an element is a sum over the scores that read it. The class says which scores these
-are, and so where the sum can be made (docs/mods.md#classes-of-reads). `read_analysis` finds the
-class in the trace of a score_mod.
+The class says which scores read an element, and so where the sum that is its gradient can be made
+(docs/mods.md#classes-of-reads). `read_analysis` finds it in the trace of a score_mod.
 """
 
 from __future__ import annotations
@@ -15,6 +14,14 @@ from flash_mask_cute.mods.spans import Span
 
 # Ranges of differences hold for positions and extents below this.
 MOST_POSITION = 2**26
+
+
+class Reliance(NamedTuple):
+    """Whether the result of a mask_mod may depend on the batch entry, the head and the query."""
+
+    batch: bool
+    head: bool
+    query: bool
 
 
 class ReadClass(Enum):
@@ -98,8 +105,8 @@ class TensorReads(NamedTuple):
 
     @property
     def is_easy(self) -> bool:
-        """Whether terms follow from gradients of scores in few registers: they do not depend on the
-        score, and where elements are found score by score, it takes no arithmetic."""
+        """Whether terms take few registers: they do not depend on the score, and elements that are
+        found score by score take no arithmetic."""
         if self.needs_score or self.read_class is ReadClass.OTHER:
             return False
         if self.is_of_lines:
@@ -198,10 +205,9 @@ ROWS_APART, MARGIN = 4, 40
 class SummedBy(Enum):
     """Who sums gradients by difference in shared memory, each warp its own.
 
-    SCORES: MMA warps, score by score: those of different keys and one query have different
-    differences. LINES: MMA warps, along diagonals within grid rectangles. MASKS: mask warps, which
-    do that from dS in shared memory. TURNS: MMA warps in one query block, and mask warps in the
-    next one.
+    SCORES: MMA warps, score by score. LINES: MMA warps, along diagonals within grid rectangles.
+    MASKS: mask warps, which do that from dS in shared memory. TURNS: MMA warps in one query block,
+    and mask warps in the next one.
     """
 
     SCORES = "scores"
@@ -219,8 +225,7 @@ class SummedBy(Enum):
 
 
 class SummedDifference(NamedTuple):
-    """A read whose gradient warps sum by difference in shared memory. size: of the sums, that of
-    the difference 0 in the middle."""
+    """size: of the sums of a read's gradient, that of the difference 0 in the middle."""
 
     read: DifferenceRead
     size: int
@@ -228,8 +233,7 @@ class SummedDifference(NamedTuple):
 
     @property
     def step(self) -> int:
-        """By how much the difference grows from a key to the next one within grid rectangles; 0:
-        there it is the same everywhere."""
+        """The growth of the difference from a key to the next one, within grid rectangles."""
         return sum(x.factor for x in self.read.terms if x.is_key and x.divisor == 1)
 
     @property

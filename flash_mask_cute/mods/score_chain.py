@@ -15,7 +15,7 @@ from flash_mask_cute.core.softmax import ScoreScales, rounded_difference
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.mods import ir_analysis, line_sums
 from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
-from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_score_mod
 from flash_mask_cute.mods.derivative import AuxTerm, call_score_mod_bwd, differentiate
 from flash_mask_cute.mods.diagonals import Ahead, UniformDiagonals, add_runs, factor_of, total_of
 from flash_mask_cute.mods.difference_sums import DifferenceSums
@@ -29,17 +29,16 @@ from flash_mask_cute.mods.walk_sums import NO_HEAD, WalkRead, WalkSums
 class ScoreChain:
     """The steps between the products and the softmax: soft cap and score_mod.
 
-    The derivative of score_mod is score_mod_bwd, or comes from `mods/derivative.py`. wants_aux:
-    indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m, tile_n).
-    first_key, first_query: this warpgroup's first key in the work tile and first query in the
-    block. walk: the sums over a walk, if there are any. by_difference: those of lines within grid
-    rectangles, by difference. once: tensors in which each score of a batch entry reads another
-    element. groups: of reads that are summed along lines. listed: where blocks have listed queries;
-    head_idx is then a group of heads, and nothing is summed over a walk or along lines. of_grads:
-    all gradients of aux tensors are sums of dS times what does not depend on the score
-    (`apply_to_grads`). is_exact: dS must not be made of a P in 16 bits, because others sum it.
-    reduces_diagonals: these warps sum within grid rectangles in a block, where others take turns
-    (`SummedBy.TURNS`). uniform: of groups with uniform diagonals; ahead: what is known of a block.
+    wants_aux: indices of the aux tensors whose gradients are summed, in aux_grads. tiles: (tile_m,
+    tile_n). first_key, first_query: this warpgroup's first key in the work tile and first query in
+    the block. walk, by_difference: sums over a walk, and by difference. once: tensors in which each
+    score of a batch entry reads another element. groups: of reads that are summed along lines.
+    listed: where blocks have listed queries; head_idx is then a group of heads, and nothing is
+    summed over a walk or along lines. of_grads: all gradients of aux tensors are sums of dS times
+    what does not depend on the score (`apply_to_grads`). is_exact: dS must not be made of a P in 16
+    bits, because others sum it. reduces_diagonals: these warps sum within grid rectangles in this
+    block (`SummedBy.TURNS`). uniform: of groups with uniform diagonals; ahead: what is known of a
+    block.
     """
 
     scales: ScoreScales
@@ -120,7 +119,7 @@ class ScoreChain:
                     c = first_col + i
                     score, slope, _ = self._modified(scores[r, i], place(r, c), ())
                     prob = self._probability(score, statistics, bits, r, c)
-                    if ir_analysis.constant(slope) is None:
+                    if ir_analysis.constant(slope.ir_value()) is None:
                         # where nothing counts, the slope may be anything
                         scores[r, i] = cutlass.select_(prob > 0.0, prob * slope, Float32(0.0))
                     else:
@@ -138,14 +137,11 @@ class ScoreChain:
         statistics: Statistics,
         words: tuple[cute.Tensor, cute.Tensor],
     ) -> None:
-        """Round P and dS of some columns into words, from S and dP.
+        """Round P and dS of some columns into words, from S and dP, and add to the gradients of aux
+        tensors. All threads of the warp must call it, for work tiles with scores.
 
-        block: its work tile, head_idx and m_block.
-
-        Also add the contributions of these scores to the gradients of aux tensors.
-
-        first_col: the thread's column of the block that is column 0 of scores and grads. All
-        threads of the warp must call it, for work tiles with scores.
+        block: its work tile, head_idx and m_block. first_col: the thread's column of the block that
+        is column 0 of scores and grads.
         """
         step = partial(self._apply_to_both, block, scores, grads, first_col, bits, words)
         _by_reference(step, statistics)
@@ -192,11 +188,8 @@ class ScoreChain:
         delta: cute.Tensor,
         dscores: cute.Tensor,
     ) -> None:
-        """Round dS of a block into words, from P (which `apply` has left in place of S) and dP.
-
-        Also add the contributions to the gradients of aux tensors, which are sums of dS times what
-        does not depend on the score. All threads of the warp must call it.
-        """
+        """Round dS of a block into words, from P (which `apply` has left in place of S) and dP, and
+        add to the gradients of aux tensors. All threads of the warp must call it."""
         sums, of_walk = self._aux_sums(work.batch_idx), self._zeros_of_walk()
         of_lines = self._zeros_of_lines(cute.size(grads, mode=[1]))
         place = partial(self._place, work, head_idx, m_block)
@@ -277,7 +270,7 @@ class ScoreChain:
             key = self.first_key + elements.row_of(thread_in_warpgroup(), r)
             k_idx = cutlass.min(work.block * self.tiles[1] + key, work.seqlen_k - 1)
             # any query: no element depends on it
-            place = work.batch_idx, head_idx, work.position(Int32(0)), k_idx
+            place = ScorePlace(work.batch_idx, head_idx, work.position(Int32(0)), k_idx)
             _, _, terms = self._differentiate(Float32(0.0), place, self.wants_aux)
             for i, read in enumerate(self.walk.reads):
                 if r > 0 and not read.by_key:
@@ -600,8 +593,8 @@ class ScoreChain:
         first_col: int,
         number: Int32,
         corner: tuple[Int32, Int32],
-    ) -> tuple:
-        """The position of a score on a line of a warp; any position if the line has none there."""
+    ) -> ScorePlace:
+        """The place of a score on a line of a warp; any place if the line has none there."""
         work, head_idx, _ = block
         q_idx, first_k = self._first_of(block, first_col)
         q_idx, k_idx = q_idx + number, Int32(0)
@@ -610,7 +603,8 @@ class ScoreChain:
             k_idx = cutlass.max(corner[1], corner[0] - distance)
             q_idx = k_idx + distance
         q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
-        return work.batch_idx, head_idx, work.position(cutlass.max(q_idx, 0)), k_idx
+        q_idx = work.position(cutlass.max(q_idx, 0))
+        return ScorePlace(work.batch_idx, head_idx, q_idx, k_idx)
 
     def _first_of(self, block: tuple[Work, Int32, Int32], first_col: int) -> tuple[Int32, Int32]:
         """The first query and the first key of a warpgroup's scores, from a thread's column on."""
@@ -621,8 +615,8 @@ class ScoreChain:
 
     # -- single scores --------------------------------------------------------------------------
 
-    def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> tuple:
-        """The position of a thread's score, as callables see it."""
+    def _place(self, work: Work, head_idx: Int32, m_block: Int32, r: int, c: int) -> ScorePlace:
+        """The place of a thread's score."""
         tile_m, tile_n = self.tiles
         thread = thread_in_warpgroup()
         k_idx = work.block * tile_n + self.first_key + self.elements.row_of(thread, r)
@@ -633,7 +627,7 @@ class ScoreChain:
             head_idx, q_idx = self.listed.at(head_idx, first_col, offset)
         # positions past the ends are hidden, but the callable may index tensors with them
         q_idx, k_idx = cutlass.min(q_idx, work.seqlen_q - 1), cutlass.min(k_idx, work.seqlen_k - 1)
-        return work.batch_idx, head_idx, work.position(q_idx), k_idx
+        return ScorePlace(work.batch_idx, head_idx, work.position(q_idx), k_idx)
 
     def _probability(
         self, score: Float32, statistics: Statistics, bits: tuple | None, r: int, c: int
@@ -647,18 +641,15 @@ class ScoreChain:
         return prob
 
     def _differentiate(
-        self, score: Float32, place: tuple, wants_aux: tuple[int, ...]
+        self, score: Float32, place: ScorePlace, wants_aux: tuple[int, ...]
     ) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
-        return differentiate(self.score_mod, score, *place, self.aux_tensors, wants_aux)
+        return differentiate(self.score_mod, score, place, self.aux_tensors, wants_aux)
 
     def _modified(
-        self, score: Float32, place: tuple, wants_aux: tuple[int, ...]
+        self, score: Float32, place: ScorePlace, wants_aux: tuple[int, ...]
     ) -> tuple[Float32, Float32, Sequence[AuxTerm]]:
-        """The modified value of a raw product, and its derivatives.
-
-        The value is what the softmax takes (divided by scale_log2). The derivatives are with
-        respect to the scaled product and to elements of wanted aux tensors.
-        """
+        """The modified value of a raw product, which the softmax takes (divided by scale_log2), and
+        its derivatives by the scaled product and by elements of wanted aux tensors."""
         slope, terms = None, ()
         if self.scales.cap is not None:
             score = self.scales.bounded(score)
@@ -671,9 +662,9 @@ class ScoreChain:
                 # a derivative is linear in the gradient that it is given
                 one = Float32(1.0)
                 by_score = call_score_mod_bwd(
-                    self.score_mod_bwd, one, score, *place, self.aux_tensors
+                    self.score_mod_bwd, one, score, place, self.aux_tensors
                 )
-                score = call_score_mod(self.score_mod, score, *place, self.aux_tensors)
+                score = call_score_mod(self.score_mod, score, place, self.aux_tensors)
             slope = by_score if slope is None else slope * by_score
         return score, slope, terms
 

@@ -16,25 +16,20 @@ class Elements(Protocol):
 
     def row_of(self, thread: Int32, r: int) -> Int32:
         """The key of row r, counted from the warpgroup's first."""
-        ...
 
     def first_col_of(self, thread: Int32) -> Int32:
         """The first query of a thread, counted from the warpgroup's first query."""
-        ...
 
     def col_offset(self, c: int) -> int:
         """The distance of a thread's query c from its first query."""
-        ...
 
     def is_set(self, bits: tuple, r: int, c: int) -> Boolean:
         """Whether the bit of a score is set in the bits of a thread."""
-        ...
 
     def keep_pair(
         self, words: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32
     ) -> None:
         """Round columns c and c + 1 of a row into the words of a 16-bit operand."""
-        ...
 
 
 class ListedQueries(NamedTuple):
@@ -46,8 +41,8 @@ class ListedQueries(NamedTuple):
     numbers: cute.Tensor | None = None
 
     def at(self, group: Int32, first: Int32, offset: int) -> tuple[Int32, Int32]:
-        """The query head and the query of column first + offset, where first is a thread's, below
-        8, and offset one of `Elements.col_offset`. group: of heads. Padding has its last head."""
+        """The query head and the query of column first + offset. group: of heads. first: a
+        thread's, below 8. offset: of `Elements.col_offset`. Padding has the last head."""
         if self.rows >= 8:
             query, row = offset // self.rows, first + offset % self.rows
         else:

@@ -16,15 +16,16 @@ from flash_mask_cute.runtime.checks import brief
 # called if it has defaults, and would then take aux_tensors for it.
 _FOREIGN_ARGUMENT = "seqlen_info"
 _INDICES = ("b_idx", "h_idx", "q_idx", "kv_idx", "aux_tensors")
-_MOD_ARGUMENTS = {
+IN_CUTE = {
     "score_mod": ("score", *_INDICES),
     "mask_mod": _INDICES,
     "score_mod_bwd": ("grad", "score", *_INDICES),
 }
-_IN_TORCH = {
-    "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
+IN_TORCH = {
     "mask_mod": ("b", "h", "q_idx", "kv_idx"),
+    "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
 }
+"""The arguments of each kind of mod, in both conventions."""
 
 
 def check_mod(name: str, value: object) -> None:
@@ -46,7 +47,7 @@ def as_callable(name: str, value: object) -> Callable[..., Any]:
 
 
 def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
-    expected = _MOD_ARGUMENTS[name]
+    expected = IN_CUTE[name]
     if isinstance(mod, FunctionType):
         # a signature takes 16 us, and some calls ask each time
         code = mod.__code__
@@ -68,8 +69,8 @@ def _check_arguments_of_mod(name: str, mod: Callable[..., Any]) -> None:
             return
     called = getattr(mod, "__name__", type(mod).__name__)
     wrong = f"{name} must take the arguments ({', '.join(expected)}), got {called}{signature}"
-    if name in _IN_TORCH and not is_foreign:
-        wrong += f"; written in torch, ({', '.join(_IN_TORCH[name])})"
+    if name in IN_TORCH and not is_foreign:
+        wrong += f"; written in torch, ({', '.join(IN_TORCH[name])})"
     if is_foreign:
         wrong += (
             f": there is no {_FOREIGN_ARGUMENT} here, the argument of newer versions of "

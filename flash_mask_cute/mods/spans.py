@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 Span = tuple[int, int]
@@ -38,20 +39,9 @@ def _hull(function: Callable[[int, int], int]) -> Callable[[Span, Span], Span]:
 def _divided(x: Span, y: Span) -> Span | None:
     if y[0] < 1:
         return None
-    ends = [way(a, b) for a in x for b in y for way in (_floor, _truncate)]
+    # rounded down, and towards zero
+    ends = [end for a in x for b in y for end in (a // b, abs(a) // b * (1 if a > 0 else -1))]
     return min(ends), max(ends)
-
-
-def _floor(a: int, b: int) -> int:
-    return a // b
-
-
-def _truncate(a: int, b: int) -> int:
-    return -(-a // b) if a < 0 else a // b
-
-
-def _unsigned_divided(x: Span, y: Span) -> Span | None:
-    return _divided(x, y) if x[0] >= 0 else None
 
 
 def _remainder(x: Span, y: Span) -> Span | None:
@@ -60,16 +50,13 @@ def _remainder(x: Span, y: Span) -> Span | None:
     return (0 if x[0] >= 0 else 1 - y[1]), y[1] - 1
 
 
-def _unsigned_remainder(x: Span, y: Span) -> Span | None:
-    return _remainder(x, y) if x[0] >= 0 else None
+def _unsigned(rule: Callable[[Span, Span], Span | None]) -> Callable[[Span, Span], Span | None]:
+    return lambda x, y: rule(x, y) if x[0] >= 0 else None
 
 
-def _shifted_right(x: Span, y: Span) -> Span | None:
-    return _hull(lambda a, b: a >> b)(x, y) if y[0] >= 0 and y[1] < 32 else None
-
-
-def _shifted_left(x: Span, y: Span) -> Span | None:
-    return _hull(lambda a, b: a << b)(x, y) if y[0] >= 0 and y[1] < 32 else None
+def _shifted(function: Callable[[int, int], int]) -> Callable[[Span, Span], Span | None]:
+    hull = _hull(function)
+    return lambda x, y: hull(x, y) if y[0] >= 0 and y[1] < 32 else None
 
 
 def _masked(x: Span, y: Span) -> Span | None:
@@ -91,18 +78,18 @@ def _as_it_is(x: Span) -> Span:
 
 
 _SPANS: dict[str, Callable[..., Span | None]] = {
-    "arith.addi": _hull(lambda a, b: a + b),
-    "arith.subi": _hull(lambda a, b: a - b),
-    "arith.muli": _hull(lambda a, b: a * b),
+    "arith.addi": _hull(operator.add),
+    "arith.subi": _hull(operator.sub),
+    "arith.muli": _hull(operator.mul),
     "arith.minsi": _hull(min),
     "arith.maxsi": _hull(max),
     "arith.floordivsi": _divided,
     "arith.divsi": _divided,
-    "arith.divui": _unsigned_divided,
+    "arith.divui": _unsigned(_divided),
     "arith.remsi": _remainder,
-    "arith.remui": _unsigned_remainder,
-    "arith.shrsi": _shifted_right,
-    "arith.shli": _shifted_left,
+    "arith.remui": _unsigned(_remainder),
+    "arith.shrsi": _shifted(operator.rshift),
+    "arith.shli": _shifted(operator.lshift),
     "arith.andi": _masked,
     "arith.select": _either,
     "arith.extsi": _as_it_is,

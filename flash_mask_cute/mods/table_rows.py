@@ -1,13 +1,12 @@
 """Elements of aux tensors that a thread's scores read along the keys, loaded many at a time.
 
 A score_mod that adds a bias reads `aux_tensors[0][..., q_idx[0], kv_idx[0]]` for each score. With
-one load for each score, a warp fetches single elements from 8 or 32 rows at once. The L1 cache
-looks up a line for each row and load, and that takes longer than the products of a tile
-(docs/facts/hopper_forward.md#score_mod).
+one load for each score, the L1 cache looks up a line for each of 8 or 32 rows and load, which takes
+longer than the products of a tile (docs/facts/hopper_forward.md#score_mod).
 
-So a kernel loads the rows of a key block in as few loads as the layout of its scores allows, on
-Hopper before the scores are complete. The reads of the callable are then answered from registers.
-Where a row is not aligned to 16 bytes, or ends inside the block, elements are loaded one by one.
+So a kernel loads the rows of a key block in as few loads as the layout of its scores allows, and
+the reads of the callable are answered from registers. Where a row is not aligned to 16 bytes, or
+ends inside the block, elements are loaded one by one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,20 +41,16 @@ class TableColumns(Protocol):
 
     def width(self, num_cols: int) -> int:
         """Keys of a block where a thread has `num_cols` columns."""
-        ...
 
     def first(self) -> Int32:
         """Distance of the thread's first key from the block's first."""
-        ...
 
     def offset(self, c: int) -> int:
         """Distance of the key of column c from the thread's first key."""
-        ...
 
     def load(self, row: cute.Pointer, words: cute.Tensor, bits: int) -> None:
         """Load a thread's elements of a row. row: of the block's first key, aligned to LOAD_BYTES.
         words: int32, filled as `num_words` says. bits: of an element."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -87,10 +82,7 @@ def num_words(num_cols: int, bits: int) -> int:
 @contextmanager
 def noted_row_reads() -> Iterator[list[PlacedRead]]:
     """Context around a call of a callable: finds its reads along the keys, in rows that differ by
-    query. Other reads are the same for many scores of a thread or a warp.
-
-    Reads under a condition are left out, because what they ask for may not exist otherwise.
-    """
+    query. Reads under a condition are left out: what they ask for may not exist otherwise."""
     found: list[PlacedRead] = []
     block = ir.InsertionPoint.current.block
 
@@ -109,8 +101,8 @@ def noted_row_reads() -> Iterator[list[PlacedRead]]:
 
 
 def shared_bits(reads: Sequence[PlacedRead], aux_tensors: Any) -> int:
-    """Bits of a score, of the elements of these reads, if batch entries share all of them and
-    `LoadedRows` loads them; else 0."""
+    """Bits of a score of these reads, if batch entries share them and `LoadedRows` loads them, or
+    0."""
     dtypes = [tensors_of(aux_tensors)[read.number].element_type for read in reads]
     are_shared = all(ReadAxis.BATCH not in read.indices for read in reads)
     are_loaded = all(map(_is_loaded, dtypes))

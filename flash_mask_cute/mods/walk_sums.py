@@ -2,9 +2,8 @@
 
 A work tile of a backward has some keys, and walks over the queries of one head after another. An
 element that the head determines, or head and key, is the same in all blocks of a head. So a thread
-sums in registers, one for each read by head and one for each of its keys for each read by key. When
-the walk turns to another head, and at its end, the sums of a row's threads, or of a warp, are added
-up, and leave: an addition to memory for each warp or key.
+sums in registers. When the walk turns to another head, and at its end, the sums of a row's threads,
+or of a warp, are added up: an addition to memory for each warp or key.
 """
 
 from dataclasses import dataclass
@@ -21,11 +20,8 @@ NO_HEAD = -1
 
 
 class WalkRead(NamedTuple):
-    """A read whose element a walk does not change.
-
-    term: its number among the terms that `differentiate` returns. number: of the tensor. of_tensor:
-    its number among the reads of the tensor. factor: the derivative by the element.
-    """
+    """term: the number of the read among the terms that `differentiate` returns. number: of the
+    tensor. of_tensor: among the reads of the tensor. factor: the derivative by the element."""
 
     term: int
     number: int

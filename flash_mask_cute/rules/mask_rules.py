@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, Uint32, const_expr
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.tile_state import has_hidden, has_visible, state_of_warp
 from flash_mask_cute.core.work_ring import Work
-from flash_mask_cute.mods.calling import call_mask_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_mask_mod
 from flash_mask_cute.rules.band import right_side
 from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
 from flash_mask_cute.rules.block_info import BlockInfo
@@ -450,14 +450,10 @@ class MaskRules:
         self, mod: Any, work: Work, head_idx: Int32, q_idx: Int32, k_idx: Int32
     ) -> Boolean:
         offset_q, offset_k = (work.offset_q, work.offset_k) if self.counts_offsets else (0, 0)
-        return call_mask_mod(
-            mod,
-            work.batch_idx,
-            head_idx,
-            work.position(cutlass.min(q_idx, work.seqlen_q - 1)) + offset_q,
-            cutlass.min(k_idx, work.seqlen_k - 1) + offset_k,
-            self.args.aux_tensors,
-        )
+        q_idx = work.position(cutlass.min(q_idx, work.seqlen_q - 1)) + offset_q
+        k_idx = cutlass.min(k_idx, work.seqlen_k - 1) + offset_k
+        place = ScorePlace(work.batch_idx, head_idx, q_idx, k_idx)
+        return call_mask_mod(mod, place, self.args.aux_tensors)
 
     def _listed_offsets(self, work: Work) -> tuple[int | Int32, int | Int32]:
         """The offsets from positions to those that block lists, or rows of a selection, count."""

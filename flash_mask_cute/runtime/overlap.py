@@ -2,8 +2,8 @@
 
 The offset of an element is a sum of strides, with stride d in it 0 to n_d - 1 times. So two tensors
 share an element if a certain number is such a sum of the strides of both. A search decides that,
-from the largest stride on. It gives up after `_MOST_VISITS` steps. Only tensors reach that which
-`as_strided` made with many strides where none is a multiple of another.
+from the largest stride on. It gives up after `_MOST_VISITS` steps, which takes a tensor of
+`as_strided` with many strides, none of them a multiple of another.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.mods.aux_gradients import AuxSums, offset_in
-from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_score_mod
 from flash_mask_cute.mods.derivative import differentiate
 from flash_mask_cute.sm90 import wgmma
 
@@ -40,11 +40,11 @@ class Places(NamedTuple):
         q_idx, k_idx = self.of(r, c)
         return (q_idx < self.seqlen_q) & (k_idx < self.seqlen_k)
 
-    def arguments(self, r: int, c: int) -> tuple[Int32, Int32, Int32, Int32]:
-        """Batch entry, head, query, key for a callable: the nearest that exist."""
+    def of_score(self, r: int, c: int) -> ScorePlace:
+        """The place of a score for a callable: the nearest that exists."""
         q_idx, k_idx = self.of(r, c)
-        q_idx = cutlass.min(q_idx, self.seqlen_q - 1)
-        return Int32(0), self.head_idx, q_idx, cutlass.min(k_idx, self.seqlen_k - 1)
+        q_idx, k_idx = cutlass.min(q_idx, self.seqlen_q - 1), cutlass.min(k_idx, self.seqlen_k - 1)
+        return ScorePlace(Int32(0), self.head_idx, q_idx, k_idx)
 
 
 class SummedTensors(NamedTuple):
@@ -56,8 +56,8 @@ class SummedTensors(NamedTuple):
     once: tuple[int, ...]
 
     def added(self, places: Places, r: int, c: int, aux_tensors: tuple) -> Float32:
-        arguments = places.arguments(r, c)
-        return call_score_mod(self.score_mod, Float32(0.0), *arguments, aux_tensors)
+        place = places.of_score(r, c)
+        return call_score_mod(self.score_mod, Float32(0.0), place, aux_tensors)
 
     def store(
         self,
@@ -76,7 +76,7 @@ class SummedTensors(NamedTuple):
                     _, _, terms = differentiate(
                         self.score_mod,
                         Float32(0.0),
-                        *places.arguments(r, c),
+                        places.of_score(r, c),
                         aux_tensors,
                         self.numbers,
                     )

@@ -23,6 +23,15 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small operations are ten times slower when threads share them, and wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def explained_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """`explain` does not ask the compiler, for tests that need no registers, spills or refusals."""
     monkeypatch.setattr(explain, "compiled_fwd", lambda run: Compiled(None, {}))

@@ -176,7 +176,7 @@ DEVICE = (
     *("mods.calling", "mods.ir_analysis", "mods.derivative", "mods.aux_gradients"),
     *("mods.aux_reads", "mods.table_rows", "mods.errors", "mods.score_chain"),
     *("mods.read_analysis", "mods.walk_sums", "mods.line_sums", "mods.diagonals"),
-    "mods.score_elements",
+    *("mods.score_elements", "mods.host_loop", "mods.host_rounding"),
     *("mods.difference_reads", "mods.difference_sums", "mods.difference_tables_kernel"),
     *("rules.bit_tile", "rules.mask_rules", "rules.forward_mask", "rules.backward_mask"),
     *("rules.token_mask", "rules.gathered_mask"),

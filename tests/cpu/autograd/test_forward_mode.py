@@ -124,6 +124,7 @@ def _drawn(seed: int) -> Case | None:
     return replace(case, dtype=FP64, pack_gqa=None)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("part", range(10))
 def test_drawn_calls(part: int) -> None:
     """50 of 500 drawn calls, in float64, within what float32 leaves of LSE alone."""

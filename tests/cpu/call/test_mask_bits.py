@@ -134,14 +134,14 @@ def test_a_callable_that_cannot_be_traced_relies_on_all() -> None:
 def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each kind of aux tensors."""
     traced: list[Any] = []
-    trace = traits._trace_mask_mod
+    trace = traits._traced
 
     def count(*args: Any) -> Any:
         traced.append(args)
         return trace(*args)
 
-    monkeypatch.setattr(traits, "_reliance", {})
-    monkeypatch.setattr(traits, "_trace_mask_mod", count)
+    monkeypatch.setattr(traits, "_found", {})
+    monkeypatch.setattr(traits, "_traced", count)
     for dtype in (INT32, INT32, "int64"):
         found = find_reliance(by_batch, problem_of(by_batch, ((dtype, 2),)))
         assert found == (True, False, True)

@@ -139,7 +139,7 @@ def draw(seed: int) -> Drawn:
         return drawn
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + DRAWS, IN_TEST))
 def test_drawn_masks(first: int) -> None:
     for seed in range(first, first + IN_TEST):

@@ -126,6 +126,7 @@ CLOSE: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", [*EXACT, *CLOSE])
 def test_an_operator_has_torchs_value(name: str) -> None:
     mod = {**EXACT, **CLOSE}[name]
@@ -152,6 +153,7 @@ LIBRARY: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("how", LIBRARY)
 @pytest.mark.parametrize("edges", EDGES)
 def test_bins_are_those_of_torch(edges: str, how: str) -> None:
@@ -308,6 +310,21 @@ def _math(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
     return s * math.exp(s)
 
 
+PYTHON_LIST = [0.0, 0.1, 0.2, 0.3]
+
+
+def _list_by_head(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    return s + PYTHON_LIST[h]
+
+
+def _tuple_by_entry(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    return q >= tuple(PYTHON_LIST)[b]
+
+
+def _list_by_distance(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Any:
+    return s + PYTHON_LIST[(q - k).clamp(0, 3)]
+
+
 def _nested(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s + NESTED[0][q]
 
@@ -338,6 +355,9 @@ def _numpy(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (_own_edges, "aten.bucketize.*edges that it computes for each score: capture them"),
         (_sorter, r"aten.searchsorted.*a sorter: pass edges\[sorter\]"),
         (_math, "makes a Python float of a tensor.*torch.exp"),
+        (_list_by_head, "indexes a Python list.*capture a tensor"),
+        (_tuple_by_entry, "indexes a Python list or tuple.*capture a tensor"),
+        (_list_by_distance, "indexes a Python list.*capture a tensor"),
     ],
 )
 def test_what_has_no_text_is_refused_by_name_and_line(mod: Callable[..., Any], says: str) -> None:

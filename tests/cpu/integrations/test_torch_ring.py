@@ -117,5 +117,6 @@ def run_rank(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.shares(3)
 def test_torchs_ring(tmp_path: Path) -> None:
     mp.spawn(run_rank, (str(tmp_path / "store"),), WORLD)

@@ -14,6 +14,7 @@ from evaluated_reads import fake_tensor
 from torch import Tensor
 
 from flash_mask_cute.mods import derivative
+from flash_mask_cute.mods.calling import ScorePlace
 from flash_mask_cute.mods.derivative import differentiate
 from flash_mask_cute.mods.on_cpu import compile_for_host
 from flash_mask_cute.runtime.cache import compile_lock
@@ -52,10 +53,7 @@ def _differentiate_all(
             value, slope, terms = differentiate(
                 score_mod,
                 scores[i, j],
-                Int32(BATCH),
-                Int32(HEAD),
-                q_idx[i],
-                k_idx[j],
+                ScorePlace(Int32(BATCH), Int32(HEAD), q_idx[i], k_idx[j]),
                 aux_tensors,
                 wants_aux,
             )

@@ -99,6 +99,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 # -- values -------------------------------------------------------------------------------------
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize(
     ("case", "name"), TRAINED_CASES + ORDERED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
 )

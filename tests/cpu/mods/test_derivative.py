@@ -31,6 +31,7 @@ from hypothesis import given, settings
 from mask_cases import SCORE_MODS, Extents
 from torch import Tensor
 
+from flash_mask_cute.mods.calling import ScorePlace
 from flash_mask_cute.mods.derivative import call_score_mod_bwd
 from flash_mask_cute.mods.on_cpu import compile_for_host
 from flash_mask_cute.runtime.cache import compile_lock
@@ -373,10 +374,7 @@ def _apply_bwd(score_mod_bwd: cutlass.Constexpr, grads: Any, scores: Any, aux: A
             score_mod_bwd,
             grads[i],
             scores[i],
-            Int32(1),
-            Int32(2),
-            Int32(3),
-            Int32(i),
+            ScorePlace(Int32(1), Int32(2), Int32(3), Int32(i)),
             aux,
         )
 

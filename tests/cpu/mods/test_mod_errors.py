@@ -404,6 +404,17 @@ def test_functions_of_other_libraries(mod: Callable[..., Any], says: str) -> Non
     assert "cute.math.exp(x)" in str(caught.value)
 
 
+@pytest.mark.parametrize("values", [[1.0, 2.0], (1.0, 2.0)])
+def test_a_list_indexed_by_a_vector(values: Any) -> None:
+    def by_head(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        return score * values[h]  # here
+
+    says = "indexes a Python list or tuple by a vector: pass a tensor in aux_tensors instead"
+    with pytest.raises(TypeError, match=says) as caught:
+        eval_score_mod(by_head, torch.zeros(4, 4), None, 0, 0, *INDICES)
+    assert f"by_head ({line_of(by_head)})" in str(caught.value)
+
+
 def test_a_nested_aux_tensor_of_block_lists() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     with pytest.raises(TypeError, match=r"aux_tensors\[0\] must be one tensor, got a nested one"):

@@ -121,12 +121,12 @@ def test_which_callables_take_rows(mod: Any, expected: bool) -> None:
 def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def trace(mod: Any, problem: AttentionProblem) -> bool:
-        asked.append(mod)
-        return True
+    def trace(find: Any, aux: Any) -> Any:
+        asked.append(aux)
+        return (True, 0), ""
 
-    monkeypatch.setattr(traits, "_functions", {})
-    monkeypatch.setattr(traits, "_trace_score_mod", trace)
+    monkeypatch.setattr(traits, "_found", {})
+    monkeypatch.setattr(traits, "_traced", trace)
     for name in ("float32", "float32", "bfloat16"):
         problem = replace(PROBLEM, score_mod=callable_key(_biased), aux=((name, 2),))
         assert computes_functions(_biased, problem)

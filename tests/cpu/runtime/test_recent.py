@@ -125,7 +125,7 @@ def test_prepared_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_traits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(traits._functions, Recent) and isinstance(traits._reliance, Recent)
+    assert isinstance(traits._found, Recent)
 
 
 def _named(n: int) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tables import most_difference
 from flash_mask_cute.mods.aux_reads import ElementRead, answered_reads
-from flash_mask_cute.mods.calling import call_score_mod
+from flash_mask_cute.mods.calling import ScorePlace, call_score_mod
 from flash_mask_cute.mods.derivative import differentiate
 from flash_mask_cute.mods.difference_reads import read_of_difference, sums_of_terms
 from flash_mask_cute.mods.on_cpu import compile_for_host
@@ -148,8 +148,8 @@ def _evaluate_all(
             for h in range(heads):
                 for q in range(rows):
                     for k in range(cols):
-                        place = places[b], places[h], places[q], places[k]
-                        arguments = score_mod, scores[s], *place, aux_tensors
+                        place = ScorePlace(places[b], places[h], places[q], places[k])
+                        arguments = score_mod, scores[s], place, aux_tensors
                         _keep(arguments, wants, num_terms, reads, (ints, floats), at)
                         at += 1
     for i in cutlass.range_constexpr(len(reads)):
