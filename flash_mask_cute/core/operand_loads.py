@@ -222,13 +222,9 @@ class OperandLoads:
         src, dst = tma.blocks_of(self.operands.k_atom, blocks, smem)
         channel = self._begin_block(number, block)
         channel.expect(number, shape.bytes_k)
-        cute.copy(
-            self.operands.k_atom,
-            src[None, block.index * parts + part],
-            dst[None, channel.index(number)],
-            tma_bar_ptr=channel.barrier(number),
-            **self._ctas_of_keys,
-        )
+        src, dst = src[None, block.index * parts + part], dst[None, channel.index(number)]
+        barrier = channel.barrier(number)
+        cute.copy(self.operands.k_atom, src, dst, tma_bar_ptr=barrier, **self._ctas_of_keys)
         self._load_values(state)
         return LoadState(number + 1, block.index, place)
 
@@ -474,36 +470,19 @@ class OperandLoads:
         elif const_expr(self.pages is not None):
             self._load_paged_values(state)
         elif state.v_block >= 0:
-            shape, place = self.shape, state.v_place
+            shape, place, atom = self.shape, state.v_place, self.operands.v_atom
             row = state.v_block * shape.tile_n
             # other rows may hold NaN, which probabilities of 0 keep
-            gV, row = tma.readable_rows(
-                self.operands.v,
-                tma.RowSide.of_keys(self.lengths),
-                place.batch_idx,
-                place.offset,
-                place.length,
-                row,
-            )
+            side, keys = tma.RowSide.of_keys(self.lengths), (place.offset, place.length)
+            gV, row = tma.readable_rows(self.operands.v, side, place.batch_idx, *keys, row)
             # (d_v, keys) to products, (keys, d_v) to TMA
-            smem = transposed(self.v.smem)
-            src, dst = tma.tile_of(
-                self.operands.v_atom,
-                gV,
-                (place.head, row),
-                shape.box_v,
-                smem,
-                self._first_value_column,
-            )
+            smem, first = transposed(self.v.smem), (place.head, row)
+            src, dst = tma.tile_of(atom, gV, first, shape.box_v, smem, self._first_value_column)
             number, channel = state.blocks - 1, self.v.channel
             channel.acquire(number)
             channel.expect(number, shape.bytes_v)
-            cute.copy(
-                self.operands.v_atom,
-                src,
-                dst[None, channel.index(number)],
-                tma_bar_ptr=channel.barrier(number),
-            )
+            stage, barrier = channel.index(number), channel.barrier(number)
+            cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
     def _load_query(self, tile: Int32, work: Work) -> None:
@@ -528,12 +507,6 @@ class OperandLoads:
                     place = 2 * box, 0, None
                     smem = cute.local_tile(smem, (shape.spread_rows, shape.tile_d), place)
                     stage = channel.index(number)
-                src, dst = tma.tile_of(
-                    self.operands.q_atom, gQ, first, (shape.row_tile, shape.tile_d), smem
-                )
-                cute.copy(
-                    self.operands.q_atom,
-                    src,
-                    dst[None, stage],
-                    tma_bar_ptr=channel.barrier(number),
-                )
+                size, barrier = (shape.row_tile, shape.tile_d), channel.barrier(number)
+                src, dst = tma.tile_of(self.operands.q_atom, gQ, first, size, smem)
+                cute.copy(self.operands.q_atom, src, dst[None, stage], tma_bar_ptr=barrier)

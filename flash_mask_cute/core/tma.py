@@ -204,10 +204,7 @@ def one_stage(layout):
 def tile_of(atom: cute.CopyAtom, tensor: cute.Tensor, first, tile, smem: cute.Tensor, column=0):
     """TMA partitions (global, shared) of the tile from row (head, row) `first` and `column`."""
     gmem = cute.local_tile(cute.domain_offset((first, column), tensor), tile, (0, 0))
-    s, g = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
-    )
-    return g, s
+    return blocks_of(atom, gmem, smem)
 
 
 def blocks_of(atom: cute.CopyAtom, blocks: cute.Tensor, smem: cute.Tensor):
