@@ -189,10 +189,13 @@ def _kernel_of_torch(name: str, dispatch_key: str) -> Callable[..., Any] | None:
 
 def _ours_or_kept(name: str, kept: Callable[..., Any] | None) -> Callable[..., Any]:
     names = [x.name for x in _operator(name)._schema.arguments]
+    defaults = {field: _Call._field_defaults.get(field) for field in _Call._fields}
 
     def call(*args: Any, **keywords: Any) -> Any:
         try:
-            results = OPERATORS[name](_Call(**dict(zip(names, args, strict=False)), **keywords))
+            # in the order of the fields, and faster than _Call(**given)
+            given = defaults | dict(zip(names, args, strict=False)) | keywords
+            results = OPERATORS[name](_Call._make(given.values()))
         except REFUSALS as error:
             if kept is None:
                 raise NotImplementedError(
