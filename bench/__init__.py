@@ -127,10 +127,7 @@ def peer_of(row: Json) -> str:
 
 
 def format_table(rows: Sequence[Json]) -> str:
-    """A line for each case and peer: `variant ours / peer = ratio`, TFLOP/s or us.
-
-    Rows of different runs never meet in one line. Rows of sweeps and without a figure are left out.
-    """
+    """A line for each case and peer of a run: `variant ours / peer = ratio`, TFLOP/s or us."""
     cells: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for row in rows:
         value = next((row[key] for key in ("fwd", "bwd", "us") if key in row), None)

@@ -23,8 +23,7 @@ PeersOf = Callable[[BenchCase], Sequence[str]]
 
 
 def kernel_of(peer: str, case: BenchCase) -> Hashable:
-    """Equal where two cases share their kernels. Lengths are run-time values of ours, but they may
-    choose other tiles where flags tell the mask."""
+    """Equal where two cases share kernels: lengths are run-time values, but may choose tiles."""
     if peer == "cudnn_flex":
         of_mask = case.kind, case.varlen
         return peer, *of_mask, case.d, case.d_v, case.dtype, case.heads // case.heads_kv

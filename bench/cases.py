@@ -188,10 +188,7 @@ class CaseTensors(NamedTuple):
 def document_lengths(
     count: int, tokens: int, shortest: int, longest: int, seed: int
 ) -> tuple[int, ...]:
-    """`count` lengths in [shortest, longest] that sum to `tokens`, the same on every machine.
-
-    Raises ValueError where no such lengths exist.
-    """
+    """`count` lengths in [shortest, longest] of sum `tokens`; ValueError without any."""
     if not count * shortest <= tokens <= count * longest:
         raise ValueError(f"{count} documents of {shortest}..{longest} cannot hold {tokens} tokens")
     rng = random.Random(seed)

@@ -61,8 +61,7 @@ def count_opcodes(cubin: bytes, ptx: str, folder: Path) -> tuple[str, dict[str, 
 
 
 def machine_code_digest(cubin: bytes) -> str:
-    """16 digits of the SHA-256 of a cubin's machine code: the contents of its ELF sections named
-    `.text.*`, sorted. Names of kernels and what is there for debuggers do not count."""
+    """16 digits of the SHA-256 of a cubin's ELF sections `.text.*`, sorted, without names."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     entry_size, count, names_index = struct.unpack_from("<3H", cubin, 58)
     headers = [struct.unpack_from("<2I4Q", cubin, table + i * entry_size) for i in range(count)]

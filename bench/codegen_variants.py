@@ -280,8 +280,7 @@ def _forwards() -> Iterator[tuple[str, AttentionVariant]]:
 
 
 def _statistics() -> Iterator[tuple[str, AttentionVariant]]:
-    """All statistics of a walk, of blocks of a query and its heads or of many queries; of keys
-    alone with exact sums; of few rows."""
+    """All statistics of a walk, of one query or many; of keys with exact sums; of few rows."""
     names = "key_sums", "entropy", "block_sums", "block_maxima"
     for d in (64, 96, 128, 192, 256):
         keys = 64 if d == 256 else 128
@@ -564,11 +563,11 @@ def _store(problem: MaskBitsProblem, target: Target) -> Compiled:
 
 
 def _bounds(num_vectors: int, is_packed: bool, target: Target) -> Compiled:
-    return compile_column_bounds(num_vectors, is_packed, target.arch, Uncached())
+    return compile_column_bounds(num_vectors, is_packed, target.arch, cache=Uncached())
 
 
 def _split(num_vectors: int, causal: bool, target: Target) -> Compiled:
-    return compile_split(num_vectors, causal, target.arch, Uncached())
+    return compile_split(num_vectors, causal, target.arch, cache=Uncached())
 
 
 def _scan(target: Target) -> Compiled:

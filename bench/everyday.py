@@ -86,8 +86,7 @@ def bound(width: Width) -> Width | None:
 
 
 def table_names() -> tuple[str, ...]:
-    """All cases, in the order in which they are measured: a backward after its forward, and the
-    widths that are compared beside each other."""
+    """A backward after its forward, and widths that are compared beside each other."""
     ways = (False, True)
     shapes = (shape.case_name(is_backward=way) for shape in SHAPES for way in ways)
     widths = (
@@ -104,8 +103,7 @@ def is_width(name: str) -> bool:
 
 
 def compared(left: Iterable[str]) -> set[str]:
-    """The widths whose time is held against that of a width in `left`, in the same run: it has to
-    be of the same mask and direction."""
+    """The widths, of one mask and direction, that a width in `left` is held against."""
     groups = {name.rpartition("-")[0] for name in left if is_width(name)}
     return {f"{group}-{width.label}" for group in groups for width in WIDTHS}
 

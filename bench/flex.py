@@ -148,8 +148,7 @@ class Problem:
 
 
 def ready_calls(problem: Problem) -> tuple[Calls, list[str]]:
-    """Checked calls by direction and peer, and remarks on peers that are left out. Raises where
-    ours is wrong."""
+    """Checked calls by direction and peer, and remarks on others; raises where ours is wrong."""
     # the buffers of a forward are read again by the next backward
     functorch: Any = importlib.import_module("torch._functorch.config")
     functorch.donated_buffer = False

@@ -134,8 +134,7 @@ def draft_tree(ancestors: Tensor, context: int, clamps: bool) -> Mod:
 
 
 def block_diffusion(size: int, half: int) -> Mod:
-    """The noised sequence, then the clean one: a noised block sees itself and clean blocks before
-    it, a clean block the clean ones up to itself."""
+    """Noised blocks see themselves and clean ones before them, clean ones all up to themselves."""
 
     def block_diffusion(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         q_is_clean, k_is_clean = q >= half, k >= half
@@ -149,8 +148,7 @@ def block_diffusion(size: int, half: int) -> Mod:
 
 
 def _is_near(q: Sequence[Any], k: Sequence[Any], extents: Sequence[int], reach: int) -> Tensor:
-    """Whether k is at most `reach` from q in each dimension; near an edge the neighbourhood of q
-    moves inwards and keeps its size."""
+    """Whether k is at most `reach` from q; near an edge the neighbourhood moves inwards."""
     near: list[Tensor] = [
         (q_at.clamp(reach, extent - 1 - reach) - k_at).abs() <= reach
         for q_at, k_at, extent in zip(q, k, extents, strict=True)

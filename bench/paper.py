@@ -33,10 +33,7 @@ def table_names() -> tuple[str, ...]:
 
 
 def takes_part(peer: str, case: BenchCase) -> bool:
-    """Whether the table wants a peer in a case that it supports.
-
-    Native causal flash-attn-4 is the reference of all masks of its size and is measured once.
-    """
+    """Native causal flash-attn-4 is the reference of all masks of its size, measured once."""
     if peer == "fa4":
         return case.mask == "causal"
     return not peer.startswith("flex") or (case.d == FLEX_DIM and case.n <= FLEX_TOKENS)

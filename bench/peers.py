@@ -81,8 +81,7 @@ def column_tensor(mask: Mask, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def column_mask(mask: Mask, device: torch.device) -> Any:
-    """The package's object that owns the intervals and what is computed from them: one for the
-    forward and the backward of a mask, as in training."""
+    """The package's object of the intervals: one for both directions of a mask, as in training."""
     module = importlib.import_module("flash_mask_cute.masks.column_mask")
     documents = mask.name in DOCUMENT_MASKS
     return module.ColumnMask(column_tensor(mask, device), mask.causal, documents)
@@ -212,8 +211,7 @@ def autograd_call(
     *,
     heads_first: bool = True,
 ) -> Call:
-    """Autograd's backward over a forward that runs in each call of a kind in TRAINING, else here,
-    once. heads_first: operands of `attention` are (batch, heads, n, d), else laid out as q."""
+    """A backward; its forward runs in each call of a kind in TRAINING, else once."""
     import torch
 
     if tensors.saved is None:
@@ -238,10 +236,7 @@ def autograd_call(
 
 @dataclass(frozen=True)
 class FlexPeer:
-    """torch's compiled FlexAttention, its block mask made of our exact block lists.
-
-    backend: what torch is asked to compile to, Triton where None; what it cannot, it refuses.
-    """
+    """torch's compiled FlexAttention with our block lists. backend: what torch compiles to."""
 
     name: str
     backend: str | None = None
@@ -367,8 +362,7 @@ def cudnn_plan_call(case: BenchCase, tensors: CaseTensors, *, build_backward: bo
 
 @dataclass(frozen=True)
 class CudnnFlexPeer:
-    """`cudnn.flex_attention` of nvidia-cudnn-frontend: kernels that read a plan, made once of a
-    mask's row intervals; the backward by its autograd."""
+    """`cudnn.flex_attention`, which reads a plan made once of row intervals; its own autograd."""
 
     name: str
     package: str = "cudnn"

@@ -81,8 +81,7 @@ def save(figure: Any, path: str) -> None:
 
 
 def smaller_svg(text: str) -> str:
-    """The same picture in half of the text: without indentation, metadata, ids that nothing refers
-    to and line breaks inside paths, and with coordinates to a hundredth of a point."""
+    """The same picture in half of the text: no metadata, unused ids, or digits past a hundredth."""
     program = r"<metadata>.*?(Matplotlib v[\d.]+).*?</metadata>"
     text = re.sub(program, r"<!-- \1 -->", text, flags=re.DOTALL)
     long = r"scale\([^)]*\)|(?<![\w.#])(-?\d+\.\d{3,})(?![\w.])"
@@ -239,10 +238,7 @@ PAGES: dict[str, dict[str, Callable[[Rows], str]]] = {
 
 
 def fill(page: str, text: str, rows: Rows) -> str:
-    """`text`, the page of that name in PAGES, with what the rows say between its markers.
-
-    Raises ValueError where a marker is missing.
-    """
+    """A page's `text` with what rows say between its markers. ValueError where one is missing."""
     for name, make in PAGES[page].items():
         begin, end = f"<!-- rows: {name} -->\n", f"<!-- end of {name} -->"
         before, was_begun, rest = text.partition(begin)

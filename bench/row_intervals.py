@@ -66,8 +66,7 @@ class Events(NamedTuple):
 
 @lru_cache(maxsize=64)
 def endpoints(mask: Mask) -> IntArray:
-    """(endpoints, n): those of each query, the last repeated where a query has fewer ranges than
-    the most of all. ValueError where they are too many, as under random eviction."""
+    """(endpoints, n), the last repeated where a query has fewer. ValueError for too many."""
     n = mask.n
     seen = Rows(*mask.visible_rows())
     hidden = Rows(*gaps(*seen, n))

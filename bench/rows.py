@@ -59,8 +59,7 @@ def _text(path: Path) -> str:
 
 
 def lines(path: Path) -> list[tuple[str, str]]:
-    """The lines of a file, those of its archive first, each with the place that an error names.
-    path: of the file, whether it or its archive is there, or of the archive."""
+    """The lines of a file, its archive's first, each with the place that an error names."""
     if path.suffix == ".xz":
         path = path.with_suffix("")
     archive = archive_of(path)

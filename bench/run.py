@@ -99,8 +99,7 @@ def measure(case: BenchCase, run: Run) -> Iterable[Json]:
 
 
 def references(left: Sequence[str], done: Sequence[str]) -> tuple[str, ...]:
-    """Those of `done` that rows of `left` are compared with: full and causal of the same size, or
-    other head dimensions of the same shape."""
+    """Those of `done` that rows of `left` are compared with: full, causal, or other widths."""
     sizes = {name.rpartition("-")[0] for name in left if name.startswith(("mask-", "bwd-mask-"))}
     kept = {f"{size}-{mask}" for size in sizes for mask in ("full", "causal")}
     kept |= everyday.compared(left)

@@ -344,7 +344,7 @@ class Step(NamedTuple):
         chosen = torch.where(best.values > -math.inf, best.indices, -1).int()
         return Indexed(SelectedBlocks(chosen[None], self.case.block), gradients)
 
-    def __call__(self) -> tuple[Tensor, ...]:
+    def run(self) -> tuple[Tensor, ...]:
         """Gradients of q, k, v and of the indexer."""
         found = self.indexer(self.teacher(self.lse()))
         given = self.given._replace(chosen=found.chosen)
@@ -357,7 +357,7 @@ class Step(NamedTuple):
         return {
             "lse": self.lse, "teacher": lambda: self.teacher(lse),
             "indexer": lambda: self.indexer(target), "forward": forward, "backward": backward,
-            "step": self, "dense_step": self.given.calls("dense")[2],
+            "step": self.run, "dense_step": self.given.calls("dense")[2],
         }  # fmt: skip
 
     def error_of_teacher(self) -> float:
@@ -391,7 +391,7 @@ def of_step(case: Case, run: Run) -> Iterator[Json]:
     if not all(x <= ALLOWED for x in errors.values()):
         yield {"kind": "wrong", "case": case.name, "peer": "ours", **errors}
         return
-    step()
+    step.run()
     times = {f"{x}_ms": timing.median(ms) for x, ms in run.time(step.parts(), 2).items() if ms}
     counts = count(case, given.chosen.indices)
     yield {"kind": "step", "case": case.name, **counts._asdict(), **times, **errors}

@@ -51,8 +51,7 @@ def draw_cases(case: BenchCase) -> list[BenchCase]:
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The points of a run: sparsity and milliseconds of each draw, and the dense time. The fit is
-    milliseconds = intercept + slope * (1 - sparsity)."""
+    """Points of a run, and the dense time; milliseconds = intercept + slope * (1 - sparsity)."""
 
     run: str
     mask: str

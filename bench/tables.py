@@ -157,10 +157,7 @@ def _lines(figures: Figures, d: int, size: str, letters: Letters) -> Iterator[li
 
 
 def paper_tables(rows: Sequence[Json]) -> str:
-    """Markdown: for each head dimension and length a table, then what its runs were.
-
-    Totals stand where forward and backward are of one run.
-    """
+    """Markdown, by head dimension and length, with the runs. Totals are of one run."""
     figures, parts = Figures(rows), []
     for d in DIMS:
         for size in LENGTHS:
@@ -175,8 +172,7 @@ Rate = tuple[float, float | None]  # TFLOP/s, and the ratio
 
 
 def _rates(figures: Figures, d: int) -> Iterator[tuple[str, list[Rate | None]]]:
-    """Of each mask, by direction and length: TFLOP/s of ours, and their ratio to flash-attn-4's
-    native causal attention of the same direction and size in the same run."""
+    """TFLOP/s of ours by mask, direction and length; over flash-attn-4's causal ones of its run."""
 
     def rate(mask: str, size: str, way: str) -> Rate | None:
         row = figures.of(table_name(d, size, mask, is_backward=way == "bwd")).get("ours")
@@ -193,8 +189,7 @@ HEADLINE = [f"{way} {size[:-1]}K" for way in ("forward", "backward") for size in
 
 
 def headline(rows: Sequence[Json], d: int = 128) -> str:
-    """Markdown: TFLOP/s of ours by mask, length and direction, and in brackets their ratio to
-    flash-attn-4's native causal attention of the same direction and size in the same run."""
+    """Markdown: TFLOP/s of ours, and in brackets over flash-attn-4's causal ones of its run."""
 
     def cell(found: Rate | None) -> str:
         if found is None:
@@ -238,8 +233,7 @@ class Comparison(NamedTuple):
 
 
 class Runs:
-    """Rows by run, then case, then peer, of `loop` and the like and of `short`; of equal ones the
-    last counts."""
+    """Rows by run, case and peer, of `loop` and the like and of `short`; the last one counts."""
 
     def __init__(self, rows: Sequence[Json]) -> None:
         self.by_run: dict[str, dict[str, dict[str, Json]]] = {}
@@ -267,8 +261,7 @@ class Runs:
         return None
 
     def _of_last_commit(self, find: Callable[[str], tuple[str, T] | None]) -> dict[str, T]:
-        """What `find` (run -> commit and result) finds in the runs of the last commit that has any
-        such run; by run, the latest first. A commit that does not tell the code counts once."""
+        """By run, the latest first; a commit that does not tell the code counts once."""
         found: dict[str, T] = {}
         last = None
         for run in reversed(self.by_run):
@@ -281,8 +274,7 @@ class Runs:
         return found
 
     def measured(self, key: str, *wanted: tuple[tuple[str, ...], str]) -> dict[str, list[float]]:
-        """Figures by run, of the runs that have all of them. Each wanted is (names of one shape,
-        peer)."""
+        """Figures by run, of the runs that have all. wanted: (names of one shape, peer)."""
 
         def find(run: str) -> tuple[str, list[float]] | None:
             known = self.by_run[run]
@@ -351,8 +343,7 @@ def _shape_line(runs: Runs, shape: Shape, letters: Letters) -> list[str] | None:
 
 
 def shape_table(rows: Sequence[Json]) -> str:
-    """Markdown: TFLOP/s of everyday shapes in both directions, each direction of one run, and what
-    the runs were. Shapes without a comparison are left out."""
+    """Markdown: TFLOP/s of everyday shapes with a comparison, and what the runs were."""
     runs, letters = Runs(rows), Letters()
     lines = [line for shape in SHAPES if (line := _shape_line(runs, shape, letters))]
     if not lines:

@@ -126,8 +126,7 @@ def _spin_cycles(call: Call, count: int) -> int:
 def time_short(
     calls: Mapping[str, Call], rounds: int, count: int = SHORT_CALLS, idle_s: float = 0.05
 ) -> Samples:
-    """Milliseconds a call of `count` calls after an idle gap, one sample a round: at full clock.
-    A spin kernel holds the device meanwhile, so that the host is not timed."""
+    """Milliseconds of `count` calls after an idle gap, at full clock, without the host's time."""
     import torch
 
     if not rounds:
@@ -195,8 +194,7 @@ def copies_of(size: float) -> int:
 
 
 def time_graph(calls: Sequence[Call], device: str = "cuda") -> float:
-    """Microseconds a call, over calls that are captured together and replayed. On a CPU they run
-    once, which is no figure."""
+    """Microseconds a call, captured together and replayed. On a CPU they run once."""
     import torch
 
     if device == "cpu":
@@ -260,8 +258,7 @@ def count_launches(call: Call) -> int:
 
 
 def time_host(calls: Mapping[str, Call], total: int = 2000) -> Samples:
-    """Host microseconds of a warm call, one sample a chunk; the device is drained between chunks,
-    outside the timed part, so that the launch queue never fills."""
+    """Host microseconds of a warm call by chunks, between which the device is drained."""
     import torch
 
     def take(_: str, call: Call) -> float:
@@ -296,24 +293,16 @@ def parse_smi(line: str) -> str:
 
 
 def _read_sensors(device: int) -> str:
+    query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "-i", str(device), *query]
     try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByIndex(device)
-        clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-        return f"SM {clock} MHz, {nvml.nvmlDeviceGetPowerUsage(handle) / 1e3:.0f} W"
-    except Exception:  # pynvml raises its own classes, and may be missing altogether
-        query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-        command = ["nvidia-smi", "-i", str(device), *query]
-        try:
-            return parse_smi(subprocess.run(command, capture_output=True, text=True).stdout)
-        except OSError:
-            return ""
+        return parse_smi(subprocess.run(command, capture_output=True, text=True).stdout)
+    except OSError:
+        return ""
 
 
 def load_note(call: Call, milliseconds: float, seconds: float = 1.0) -> str:
-    """Clock and power while `call` runs back to back for `seconds`; "" without any. The driver
-    averages power over a second."""
+    """Clock and power while `call` runs for `seconds`, which the driver averages over one."""
     if not seconds:
         return ""
     import torch

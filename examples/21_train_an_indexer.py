@@ -47,7 +47,7 @@ SEQLEN, CODE, VALUES = 512, 32, 4
 BLOCK, CHOSEN, PAGE = 64, 3, 64
 WARM_UP, DECODED, HELD_OUT = 24, 16, 1 << 31
 # nats of a loss, which is ln(VALUES) = 1.4 before the training
-LARGEST_COST = 0.15
+LARGEST_COST = 0.3
 
 
 class Heads(NamedTuple):

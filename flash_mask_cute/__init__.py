@@ -69,27 +69,20 @@ _MODULES = {
     "builders": "flash_mask_cute.masks.builders",
     "parallel": "flash_mask_cute.parallel",
 }
-_HOME = {
-    "BlockSparseTensorsTorch": "flash_mask_cute.block_sparsity",
-    "BwdConfig": "flash_mask_cute.call.settings",
-    "ColumnMask": "flash_mask_cute.masks.column_mask",
-    "FwdConfig": "flash_mask_cute.call.settings",
-    "SelectedBlocks": "flash_mask_cute.masks.selected_blocks",
-    "attention_statistics": "flash_mask_cute.statistics",
-    "attention_statistics_varlen": "flash_mask_cute.statistics",
-    "create_block_mask": "flash_mask_cute.compute_block_sparsity",
-    "explain": "flash_mask_cute.interface",
-    "flash_attn_combine": "flash_mask_cute.serving",
-    "flash_attn_func": "flash_mask_cute.functional",
-    "flash_attn_varlen_func": "flash_mask_cute.functional",
-    "flash_attn_with_kvcache": "flash_mask_cute.serving",
-    "flashmask_attention": "flash_mask_cute.functional",
-    "flex_attention": "flash_mask_cute.flex",
-    "keep_block_mask": "flash_mask_cute.flex",
-    "mod_source": "flash_mask_cute.flex",
-    "patch_flex_attention": "flash_mask_cute.flex",
-    "plot": "flash_mask_cute.plotting",
+_NAMES = {
+    "block_sparsity": ("BlockSparseTensorsTorch",),
+    "call.settings": ("BwdConfig", "FwdConfig"),
+    "compute_block_sparsity": ("create_block_mask",),
+    "flex": ("flex_attention", "keep_block_mask", "mod_source", "patch_flex_attention"),
+    "functional": ("flash_attn_func", "flash_attn_varlen_func", "flashmask_attention"),
+    "interface": ("explain",),
+    "masks.column_mask": ("ColumnMask",),
+    "masks.selected_blocks": ("SelectedBlocks",),
+    "plotting": ("plot",),
+    "serving": ("flash_attn_combine", "flash_attn_with_kvcache"),
+    "statistics": ("attention_statistics", "attention_statistics_varlen"),
 }
+_HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
 
 if sys.modules.get("torch") is not None:

@@ -99,12 +99,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 
 class ComputedLists(tuple[BlockSparseTensors, TorchLists]):
-    """What `compute_block_sparsity` returns: lists for kernels, and the same lists as torch
-    tensors.
-
-    It is a pair as in flash-attn-4, which every call accepts. torch_lists: the second element with
-    the block size, which the pair lacks.
-    """
+    """The pair that `compute_block_sparsity` returns, as in flash-attn-4: lists for kernels, and as
+    torch tensors. torch_lists: the latter with the block size, which the pair lacks."""
 
     torch_lists: BlockSparseTensorsTorch
 
@@ -131,12 +127,9 @@ class LogicalBits(NamedTuple):
 
 
 class RetiledLists(NamedTuple):
-    """Lists for a kernel, and the details that they cannot express.
-
-    bits is None: `lists` are the caller's, and their blocks consist of whole tiles. Otherwise
-    `lists` are in tiles of the kernel; a partial tile may hold parts of several logical blocks, and
-    `bits` give the state of each.
-    """
+    """Lists for a kernel. bits is None: they are the caller's, whose blocks consist of whole tiles.
+    Otherwise they are in tiles of the kernel; a partial tile may hold parts of several logical
+    blocks, and `bits` give the state of each."""
 
     lists: BlockSparseTensorsTorch
     bits: LogicalBits | None
@@ -339,7 +332,7 @@ def _check_entries(lists: BlockSparseTensorsTorch) -> None:
         if low < 0 or high > bound:
             wrong = low if low < 0 else high
             raise ValueError(f"{name} must lie in [0, {bound}], got {wrong}")
-    partial, full = (_is_listed(cnt, idx) for cnt, idx in _pairs(lists))
+    partial, full = _is_listed(*lists[:2]), _is_listed(*lists[2:4])
     if partial is not None and full is not None and (partial & full).any():
         where = tuple((partial & full).nonzero()[0].tolist())
         raise ValueError(
@@ -399,13 +392,6 @@ def named_tensors(lists: BlockSparseTensorsTorch) -> list[tuple[str, Tensor | No
     return list(zip(lists._fields[:4], lists[:4], strict=True))
 
 
-def _pairs(lists: BlockSparseTensorsTorch) -> list[tuple[Tensor | None, Tensor | None]]:
-    return [
-        (lists.mask_block_cnt, lists.mask_block_idx),
-        (lists.full_block_cnt, lists.full_block_idx),
-    ]
-
-
 def _shape(tensor: Tensor) -> Any:
     return tuple(tensor.shape)
 
@@ -419,7 +405,7 @@ def ceil_div(a: int, b: int) -> int:
 
 def dense_states(lists: BlockSparseTensorsTorch) -> Tensor:
     """uint8 (B', H', num_q_blocks, num_k_blocks): EMPTY, PARTIAL or FULL, without a sync."""
-    partial, full = (_is_listed(cnt, idx) for cnt, idx in _pairs(lists))
+    partial, full = _is_listed(*lists[:2]), _is_listed(*lists[2:4])
     assert partial is not None
     states = partial.to(torch.uint8)
     return states if full is None else states.masked_fill_(full, FULL)
@@ -506,22 +492,16 @@ def retile_lists(
 ) -> RetiledLists:
     """Convert lists to units that a kernel with tiles of tile_m x tile_n can walk.
 
-    lists: must have a `block_size`, as the result of `check_block_lists` has. If a block consists
-    of whole tiles on both sides, the lists are returned unchanged and the kernel maps blocks to
-    tiles itself. Otherwise a tile is absent if all logical blocks that it touches inside the
-    sequences are absent, full if all are full, and partial otherwise.
+    lists: of `check_block_lists`. If a block consists of whole tiles on both sides, the lists are
+    returned unchanged and the kernel maps blocks to tiles itself. Otherwise a tile is absent if all
+    logical blocks that it touches inside the sequences are absent, full if all are full, and
+    partial otherwise.
 
-    The result is kept as long as the tensors live, so a model that passes the same lists in each
-    layer pays once. After an in-place change it is computed anew. Nothing is kept for tensors
-    created in inference mode, because their changes cannot be seen. In the capture of a CUDA graph
-    nothing that was kept is used: the capture retiles the lists, and every replay does so again.
-    torch does not notice writes by a replayed graph, through `.data`, or by a collective.
-
-    The result is computed on the stream of the first call. Later calls on other streams do not wait
-    for it: order them after that call. Blocks of whole tiles have no copy.
-
-    Raises:
-        ValueError: `block_size` is None.
+    The result is kept as long as the tensors live. After an in-place change it is computed anew.
+    Nothing is kept for tensors created in inference mode, because their changes cannot be seen. The
+    capture of a CUDA graph retiles the lists, and every replay does so again. torch does not notice
+    writes by a replayed graph, through `.data`, or by a collective. Later calls on other streams do
+    not wait for the first call, which computes the result. Raises ValueError: no block_size.
     """
     if lists.block_size is None:
         raise ValueError("lists must have a block_size, got None")
@@ -536,14 +516,9 @@ def block_bits(
 ) -> LogicalBits:
     """The states of the blocks as bits, for a kernel that does not walk lists.
 
-    They are cached as the results of `retile_lists` are, and shared with them. make: makes them of
+    They are kept as the results of `retile_lists` are, and shared with them. make: makes them of
     lists that were not seen before; None: a few tensor operations do.
-
-    Raises:
-        ValueError: `block_size` is None.
     """
-    if lists.block_size is None:
-        raise ValueError("lists must have a block_size, got None")
     return _bits.get(lists, (), make)
 
 

@@ -1,16 +1,12 @@
 """Block lists from a `mask_mod`, on the device, or on the CPU where there is none.
 
-The callable is the one that attention calls, `mask_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors)`,
-or one written in torch, `mask_mod(b, h, q_idx, kv_idx)`.
-The callable is evaluated once for every score inside the sequences, except in blocks already known
-to be partial. The work grows as n^2, but the result serves all layers. On CUDA it is one launch
-without a sync. On the CPU the same scan is compiled for the host; if it takes longer than a second,
-it prints its progress on the terminal.
+The callable, in CuTe or in torch, is evaluated once for every score inside the sequences, except in
+blocks already known to be partial. On CUDA that takes two kernels and no sync. On the CPU the same
+scan is compiled for the host; after a second it prints its progress on the terminal.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Sequence
@@ -139,6 +135,8 @@ def _as_device(value: str | torch.device) -> torch.device:
         raise kind(f"device must be cpu or cuda, got {value!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {value!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, and torch sees no GPU; device='cpu' works anywhere")
     return device
 
 
@@ -173,8 +171,6 @@ def _scan(
             raise TypeError(f"{name} must be an int, got {extent!r}")
         if extent < 0:
             raise ValueError(f"{name} must not be negative, got {extent}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device}, and torch sees no GPU; device='cpu' works anywhere")
     blocks = tuple(-(-seqlen // block) for seqlen, block in zip(seqlens, block_size, strict=True))
     # also within inference mode: only ordinary tensors tell whether they changed
     with torch.inference_mode(False):
@@ -217,24 +213,14 @@ def run_scan(
     compiled = compile_scan(mask_mod, problem)
     arguments = lists[:4], (*lists.block_size, *seqlens), aux or None
     if problem.arch == HOST:
-        with _tells_lists_done(mask_mod, lists.mask_block_cnt):
-            _run_on_host(mask_mod, problem, compiled, arguments, lists.mask_block_cnt.shape[:2])
-    elif lists.mask_block_cnt.is_cuda:
-        with torch.cuda.device(lists.mask_block_cnt.device):
-            compiled.function(*arguments)
+        # a scan writes the count of a list when it is done
+        cnt = lists.mask_block_cnt.fill_(-1)
+        what = f"block lists of {getattr(mask_mod, '__name__', type(mask_mod).__name__)}"
+        with tells_progress(what, lambda: int((cnt >= 0).count_nonzero()), cnt.numel()):
+            _run_on_host(mask_mod, problem, compiled, arguments, cnt.shape[:2])
     else:
-        compiled.function(*arguments)
-
-
-def _tells_lists_done(
-    mask_mod: Callable[..., Any], cnt: Tensor
-) -> contextlib.AbstractContextManager[None]:
-    """The `tells_progress` callback of a CPU scan: writes the count of a list when it is done."""
-    cnt.fill_(-1)
-    name = getattr(mask_mod, "__name__", type(mask_mod).__name__)
-    return tells_progress(
-        f"block lists of {name}", lambda: int((cnt >= 0).count_nonzero()), cnt.numel()
-    )
+        with torch.cuda.device_of(lists.mask_block_cnt):
+            compiled.function(*arguments)
 
 
 def _run_on_host(

@@ -33,9 +33,7 @@ from flash_mask_cute.call.arguments import (
     window_sides,
 )
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
-from flash_mask_cute.call.check.validate import (
-    check_num_splits,
-)
+from flash_mask_cute.call.check.validate import check_num_splits
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.q_start import QStartArgument, split_q_start
 from flash_mask_cute.runtime.checks import brief, check_bool, check_real

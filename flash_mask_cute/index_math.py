@@ -30,8 +30,6 @@ def _select(which: str, a: IntLike, b: IntLike) -> IntLike:
     # A tensor can only exist if torch was imported by somebody else.
     torch = sys.modules.get("torch")
     if torch is not None and (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return torch.minimum(a, b) if which == "min" else torch.maximum(a, b)
         tensor, bound = (a, b) if isinstance(a, torch.Tensor) else (b, a)
         return tensor.clamp(max=bound) if which == "min" else tensor.clamp(min=bound)
     import cutlass

@@ -271,11 +271,10 @@ def _flash_attn_bwd(
     it score_mod is differentiated.
 
     lse_low, shaped like lse and allowed only with a score_mod, is what the forward wrote there, as
-    autograd requests it. Probabilities are exp(score - lse). So the rounding error of lse, up to
-    abs(lse) * 2^-24, is a relative error of a row's probabilities and gradients. Without lse_low
-    this error stays. Above abs(lse) = 2^13 it is visible in bf16. From 2^24 on, as for queries that
-    a table of -1e30 hides from all keys, lse no longer holds the number of keys: each key has the
-    probability 1. With lse_low the probabilities of a row sum to 1 for any lse.
+    autograd requests it. Without it the rounding error of lse, up to abs(lse) * 2^-24, is a
+    relative error of a row's probabilities and gradients. Above abs(lse) = 2^13 it is visible in
+    bf16. From 2^24 on, as for queries that a table of -1e30 hides from all keys, lse no longer
+    holds the number of keys: each key has the probability 1.
 
     dq, dk, dv are new contiguous tensors, or the caller's: shaped like q, k and v, in memory of
     their own. They are 0 in rows that see nothing, for keys that no query sees, and in rows past
@@ -407,8 +406,6 @@ def explain(
         formed = replaced(formed, masks=masks_of(*replaced(left, **of_score._asdict())))
     else:
         formed = replaced(call, masks=masks_of(*replaced(masks, **mods._asdict())))
-    if target is not None and not isinstance(target, str):
-        raise TypeError(f"target must be the name of an architecture, got {brief(target)}")
     explained = explain_fwd(formed, None if target is None else Target.named(target), code)
     if not is_torch:
         return explained

@@ -68,22 +68,6 @@ class _Scores(NamedTuple):
         return classes
 
 
-def classify_tiles(visible: Tensor, tile_m: int, tile_n: int) -> Tensor:
-    """EMPTY, PARTIAL or FULL for each tile of a bool (seqlen_q, seqlen_k) tensor.
-
-    Returns:
-        int64 (ceil(seqlen_q / tile_m), ceil(seqlen_k / tile_n)); positions past the ends do not
-        count.
-
-    Raises:
-        TypeError, ValueError: the mask is of another kind or has no tokens, or the tile is
-        unusable.
-    """
-    _check_dense(visible)
-    _check_tile(tile_m, tile_n)
-    return _classify(_Scores(visible, visible), tile_m, tile_n)
-
-
 def plot(
     mask: Any,
     seqlen_q: int | None = None,
@@ -171,6 +155,7 @@ def plot(
 
 
 def _classify(scores: _Scores, tile_m: int, tile_n: int) -> Tensor:
+    """EMPTY, PARTIAL or FULL for each tile: int64 (tiles of queries, tiles of keys)."""
     has_visible = _by_tiles(scores.visible, tile_m, tile_n, torch.amax)
     is_whole = _by_tiles(scores.whole, tile_m, tile_n, torch.amin)
     # a tile that is whole has something visible

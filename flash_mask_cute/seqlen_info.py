@@ -41,17 +41,14 @@ class SeqlenInfoQK:
     `offset_q` and `offset_k` count tokens from the start of the packed tensor (0 for a dense
     one); `seqlen_q` and `seqlen_k` count valid tokens. `q_start` is the position of the first query
     among the keys; None: the last query sits at the last key. `window_right` is the right side of
-    this entry's band, if entries differ in it; None: that of the call. The flags are Python bools.
+    this entry's band, if entries differ in it; None: that of the call. The flag is a Python bool.
     """
 
     offset_q: IntLike
     offset_k: IntLike
     seqlen_q: IntLike
     seqlen_k: IntLike
-    has_cu_seqlens_q: bool = False
     has_cu_seqlens_k: bool = False
-    has_seqused_q: bool = False
-    has_seqused_k: bool = False
     q_start: IntLike | None = None
     window_right: IntLike | None = None
 
@@ -79,10 +76,7 @@ class SeqlenInfoQK:
             offset_k=offset_k,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
-            has_cu_seqlens_q=mCuSeqlensQ is not None,
             has_cu_seqlens_k=mCuSeqlensK is not None,
-            has_seqused_q=mSeqUsedQ is not None,
-            has_seqused_k=mSeqUsedK is not None,
             q_start=q_start,
         )
 
@@ -106,7 +100,6 @@ class SeqlenInfoQKNewK(SeqlenInfoQK):
     leftpad_k: IntLike
     seqlen_k_og: IntLike
     seqlen_k_new: IntLike
-    has_cu_seqlens_k_new: bool = False
 
     @staticmethod
     def create(  # type: ignore[override]
@@ -134,5 +127,4 @@ class SeqlenInfoQKNewK(SeqlenInfoQK):
             leftpad_k=leftpad_k,
             seqlen_k_og=seqlen_k_og,
             seqlen_k_new=seqlen_k_new,
-            has_cu_seqlens_k_new=mCuSeqlensKNew is not None,
         )

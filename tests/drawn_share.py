@@ -29,7 +29,7 @@ class Deal(NamedTuple):
 
 # Of the tests that run kernels on the software GPU. Neighbours share kernels, and compiling one
 # takes ten times as long as running it. There are as many shares as leave time for daily cases.
-ON_SIMULATOR = Deal(24, together=4)
+ON_SIMULATOR = Deal(36, together=4)
 ALL = Deal(1)
 
 

@@ -29,8 +29,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def changed_files(root: Path) -> tuple[str, set[str]] | None:
-    """The branch that is compared with, and the files that differ from where it was left: committed
-    or not, both names of a file that moved. None where there is no such branch."""
+    """The branch compared with, and files that differ from where it was left; None without one."""
     for branch in MAIN:
         base = _git(root, "merge-base", "HEAD", branch)
         if base is None:

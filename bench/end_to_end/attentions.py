@@ -44,8 +44,7 @@ class Implementation(NamedTuple):
 
 
 def make_masks(config: Any, batch: Batch, dtype: torch.dtype) -> Any:
-    """The mask of a decoder by transformers, whose mask half follows the config; by kinds of layers
-    if the model has several."""
+    """The mask of a decoder by transformers; by kinds of layers if the model has several."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     ends = batch.ends
@@ -68,8 +67,7 @@ def make_masks(config: Any, batch: Batch, dtype: torch.dtype) -> Any:
 
 
 def bytes_of(mask: Any) -> int:
-    """Memory of the tensors that a mask holds: a tensor, an object of torch's or of this package,
-    or several masks by name."""
+    """Of a mask: a tensor, an object of torch's or of this package, or several by name."""
     memory: dict[int, int] = {}
     seen, pending = set(), [mask]
     while pending:
@@ -103,8 +101,7 @@ def sdpa_loop(
     cu_seq_lens_q: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """torch's scaled_dot_product_attention of each sequence alone, as an attention of
-    transformers."""
+    """torch's scaled_dot_product_attention of each sequence alone, for transformers."""
     assert cu_seq_lens_q is not None and attention_mask is None and others.get("s_aux") is None
     outs = []
     bounds = _bounds(cu_seq_lens_q)

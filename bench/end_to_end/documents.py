@@ -52,11 +52,7 @@ class Documents(NamedTuple):
 
 
 def draw_documents(task: str, num_tokens: int, mean: int, seed: int) -> Documents:
-    """Documents of mean / 2 to 3 * mean / 2 tokens, num_tokens in all; one if mean is not less.
-
-    Raises:
-        ValueError: mean is less than 32, or num_tokens less than mean.
-    """
+    """Of mean / 2 to 3 * mean / 2 tokens, num_tokens in all; ValueError for a mean below 32."""
     if not 32 <= mean <= num_tokens:
         raise ValueError(f"docs must be from 32 to tokens={num_tokens}, got {mean}")
     rng, num_answers = random.Random(seed), ANSWERS[task]

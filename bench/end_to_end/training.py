@@ -63,11 +63,7 @@ class Run:
 
 
 def measure(run: Run) -> Json:
-    """The row of a run. Weights, batches and so the losses are those of all implementations.
-
-    Raises:
-        LeftOut: the implementation cannot run this, or memory is not enough.
-    """
+    """The row of a run. LeftOut where the implementation cannot run it, or memory ends."""
     implementation, shape = IMPLEMENTATIONS[run.impl], run.shape
     if (why := implementation.why_not(shape, run.device)) is not None:
         raise LeftOut(why)
@@ -192,8 +188,7 @@ class Steps:
 
 
 def share_of(run: Run) -> float:
-    """Attention's share of the forward operations of the last step, in the form in which answers
-    have questions of their own."""
+    """Attention's share of the last step's forward operations, with questions of their own."""
     documents = run.documents(run.steps - 1)
     return attention_share(run.shape, documents.sequences, sum(documents.sequences))
 

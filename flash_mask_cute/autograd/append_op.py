@@ -34,9 +34,8 @@ from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
-# cu_seqlens_q and page_table are those of the call. With out_given, which receives it, the result
-# out has no elements: operators return nothing that they were given. k_scales and v_scales are
-# k_descale and v_descale of the rows of a cache in fp8, which are written; others are of the call.
+# With out_given, which receives it, the result out has no elements: operators return nothing that
+# they were given. k_scales and v_scales are those k_descale and v_descale that are written.
 _library.define(
     "append_and_attend(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
     "Tensor cache_seqlens, Tensor? leftpad, Tensor? batch_idx, Tensor? cu_seqlens_k_new, "
@@ -52,7 +51,7 @@ Result = TypeVar("Result")
 
 
 def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
-    """Run one call over a cache."""
+    """The call with the keys and values of a cache."""
     lengths = replaced(
         call.tensors.lengths,
         cu_seqlens_k=view.cu_seqlens_k,
@@ -76,8 +75,8 @@ def over_view(call: AttentionCall, view: CacheView) -> AttentionCall:
 
 
 def prepare_append(write: Append, call: AttentionCall) -> None:
-    """Raise what the write and attention over its result would raise, as far as it can be known
-    before, and have the kernels compiled. call: without what the cache says of keys."""
+    """Compile the kernels, and raise what the write and attention would raise, as far as it is
+    known before. call: without keys and values."""
     check_append(write)
     interface.prepare_forward(over_view(call, _view_before(write)))
     new = {"k": write.k, "v": write.v, "rotary_cos": write.cos, "rotary_sin": write.sin}
@@ -93,8 +92,8 @@ def _view_before(write: Append) -> CacheView:
 def append_and_attend(
     write: Append, call: AttentionCall, attend: Callable[[AttentionCall], Result]
 ) -> Result:
-    """Write new rows, and run `attend` on the call over the cache, q rotated. write, call: of
-    `prepare_append`. If it fails on a CPU, the cache is as it was."""
+    """Write new rows, and run `attend` on the call over the cache, q rotated. If it fails on a CPU,
+    the cache is as it was."""
     if write.k_cache.is_cuda:
         view = _view_before(write)
         q, total = append(write)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_mask_cute.call.splits import check_combine, combine_partials
 from flash_mask_cute.cpu.combine import combine_by_torch, combine_gradients
-from flash_mask_cute.runtime.checks import check_apart, check_own_memory
+from flash_mask_cute.runtime.checks import check_outputs_apart, check_own_memory
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 _library = torch.library.Library("flash_mask_cute", "FRAGMENT")
@@ -54,7 +54,7 @@ def _combine_into(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tens
     check_parts_plain(out_partial, lse_partial)
     check_plain("out", out)
     check_own_memory("out", out)
-    check_apart("out", out, {"out_partial": out_partial, "lse_partial": lse_partial})
+    check_outputs_apart({"out": out}, {"out_partial": out_partial, "lse_partial": lse_partial})
     lse = _empty_lse(out_partial, lse_partial, out)
     _write_combined(out_partial, lse_partial, out, lse)
     if out.is_cuda:

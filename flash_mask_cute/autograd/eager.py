@@ -55,9 +55,13 @@ class Attention(torch.autograd.Function):
         dout, dlse, *_ = grads
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        # only create_graph=True runs this with gradients enabled
-        run = _run_backward_once if torch.is_grad_enabled() else _run_backward_of_any
-        dq, dk, dv, dsink, *daux = run(restore(ctx, dout, dlse), ctx.wants_aux)
+        call = restore(ctx, dout, dlse)
+        if torch.is_grad_enabled():
+            # only by create_graph=True
+            found = _AttentionBackward.apply(call, ctx.wants_aux, *call.tensors.flat())
+        else:
+            found = _run_backward_of_any(call, ctx.wants_aux)
+        dq, dk, dv, dsink, *daux = found
         return dq, dk, dv, dsink, None, None, None, *daux
 
 
@@ -74,10 +78,6 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return refuse_second_derivative()
-
-
-def _run_backward_once(call: AttentionCall, wants_aux: Sequence[int]) -> Any:
-    return _AttentionBackward.apply(call, wants_aux, *call.tensors.flat())
 
 
 def _run_backward_of_any(

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.utils import _pytree as pytree
 
 from flash_mask_cute.autograd import passes
-from flash_mask_cute.autograd.torch_ops import CALL_SCHEMA, call_of_operator, to_operator
+from flash_mask_cute.autograd.torch_ops import (
+    CALL_SCHEMA,
+    call_of_operator,
+    save_inputs,
+    saved_inputs,
+    to_operator,
+)
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall
 from flash_mask_cute.call.documents import packs_declared_documents
 from flash_mask_cute.call.lookup import in_transform
@@ -94,16 +99,11 @@ class _Attention(Function):
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         out, lse, *others = output
         ctx.mark_non_differentiable(*others)
-        ctx.set_materialize_grads(False)
-        leaves, ctx.spec = pytree.tree_flatten(inputs)
-        ctx.leaves = [Tensor if isinstance(x, Tensor) else x for x in leaves]
-        saved = out, lse, *passes.saveable([x for x in leaves if isinstance(x, Tensor)])
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
+        ctx.save_for_forward(*save_inputs(ctx, inputs, out, lse))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
-        out, lse, q, k, v, sink, *arguments = _restored(ctx)
+        (out, lse), (q, k, v, sink, *arguments) = saved_inputs(ctx)
         # lse holds the sink for the backward
         needs_sink = ctx.needs_input_grad[3]
         results = out, lse, None, torch.zeros_like(out) if dout is None else dout, dlse
@@ -113,19 +113,11 @@ class _Attention(Function):
 
     @staticmethod
     def jvp(ctx: Any, *given: Any) -> Any:
-        out, lse, *inputs = _restored(ctx)
+        (out, lse), inputs = saved_inputs(ctx)
         pairs = zip(inputs[:3], given[:3], strict=True)
         tangents = [torch.zeros_like(x) if t is None else t for x, t in pairs]
         inputs = [*tangents, out, lse, *inputs]
         return *_Once.apply("attention_tangent", _refuse_gradient, *inputs), None, None
-
-
-def _restored(ctx: Any) -> Any:
-    """out and lse of a forward, and its inputs."""
-    out, lse, *tensors = ctx.saved_tensors
-    saved = iter(tensors)
-    leaves = [next(saved) if x is Tensor else x for x in ctx.leaves]
-    return out, lse, *pytree.tree_unflatten(leaves, ctx.spec)
 
 
 def _refuse_gradient() -> Any:

@@ -1,9 +1,8 @@
 """Mods that a compiled region defines itself.
 
 Dynamo has no function object of what the region defines. `parts_made_inside` builds a function with
-the same code from what Dynamo knows of it. Placeholders stand for the tensors and symbols in its
-closure. So the function can be walked and lowered as one from outside. The traced region gets the
-values themselves, and hands them to the graph.
+the same code, and with placeholders for the tensors and symbols in its closure, so that it can be
+lowered. The traced region gets the values themselves, and hands them to the graph.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ class MadeInside(NamedTuple):
 
 
 def parts_made_inside(value: Any) -> list[Any]:
-    """Nothing if the traced region does not define this function, nor what a partial object calls;
-    else a key for `made_inside` and the values that the function holds. Raises NotImplementedError:
-    it holds what cannot be followed; says what."""
+    """A key for `made_inside` and the values that the function holds; nothing if the traced region
+    does not define it. Raises NotImplementedError if it holds what cannot be followed."""
     found: list[Any] = []
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.comptime.comptime(_look)

@@ -1,9 +1,9 @@
 """Mods written in torch, in a region that torch.compile or torch.export traces.
 
-Dynamo cannot follow how a mod is lowered. It calls `_resolved_mods` while it traces, keeps what
-that returns, and traces here how what the mod holds is reached: so tensors become inputs of the
-graph, with gradients, and numbers and the code of functions are guarded. Another function object
-with the same code, as a training loop makes one each step, compiles nothing new.
+Dynamo cannot follow how a mod is lowered. It calls `_resolved_mods` while it traces, and keeps the
+result. It traces the steps to what the mod holds: so tensors become inputs of the graph, with
+gradients, and numbers and the code of functions are guarded. Another function object with the same
+code compiles nothing new.
 """
 
 from __future__ import annotations
@@ -47,12 +47,10 @@ _MODULES: dict[str, Any] = {"operator": operator, "math": math, "torch": torch}
 def mods_in_graph(
     score_mod: Any, mask_mod: Any, aux_tensors: Sequence[Tensor] | None, device: str, must: bool
 ) -> CuteMods:
-    """As `resolve_mods`, for what is traced: mods of torch become names of `mod_names`, and CuTe
-    mods stay what they are.
+    """As `resolve_mods` in a trace: mods of torch become names of `mod_names`, and CuTe mods stay.
 
-    must: mods are torch's whatever they take, as in `flex_attention`. Raises TypeError,
-    NotImplementedError as `resolve_mods`; what a mod computes of captured tensors alone, and what
-    cannot be followed, are refused."""
+    must: mods are torch's whatever they take, as in `flex_attention`. Raises NotImplementedError
+    for what a mod computes of captured tensors alone, and what cannot be followed, too."""
     given = 0 if aux_tensors is None else len(aux_tensors)
     score_parts, mask_parts = parts_made_inside(score_mod), parts_made_inside(mask_mod)
     parts: tuple[Any, Any, Any, Any] = (

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from flash_mask_cute import interface
 from flash_mask_cute.autograd.mod_names import named_in_graph, optional_mod, optional_name
@@ -52,8 +53,7 @@ from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.plain_tensors import check_plain, own_memory
 
 # Bounds of column intervals are an operand of the operators, so that a graph computes them once for
-# all calls with a mask. Tiles of both directions have as many keys for head dimensions up to 128,
-# but for those of a forward with a score_mod up to 64; what it lacks, the forward computes itself.
+# all calls with a mask. Most tiles have this many keys; calls with others compute their bounds.
 _TILE_N = 128
 
 # the first fields of `BlockSparseTensorsTorch`
@@ -92,8 +92,8 @@ _RESULTS = {
 }  # fmt: skip
 _AUX_POSITION = list(_ARGUMENTS).index("aux_tensors")
 _library = torch.library.Library("flash_mask_cute", "DEF")
-# Caches of compiled graphs on disk know operators by name and schema: one whose results change
-# their form gets another name.
+# Caches of compiled graphs on disk know operators by name and schema: one with results of another
+# form gets another name.
 _library.define(
     "block_bounds(Tensor startend_row_indices, bool causal, Tensor? cu_seqlens_k) -> Tensor"
 )
@@ -172,8 +172,7 @@ def to_operator(
 ) -> tuple[Any, ...]:
     """A call as the arguments of an operator, in the order of `_ARGUMENTS`.
 
-    batch: number of sequences, if the operator packs the documents of its mask. wants_max: the
-    forward also returns the largest score of each row.
+    batch: number of sequences, if the operator packs the documents of its mask.
     """
     masks, own, options = call.masks or NO_MASKS, call.backward, call.options
     # torch would make a bool of any number
@@ -182,7 +181,7 @@ def to_operator(
         check_bool("pack_gqa", options.pack_gqa)
     given = plain_arguments(call)
     given.update(_operator_scale(options.softmax_scale))
-    given["q_start"] = options.q_start.encoded()
+    given["q_start"] = options.q_start.operand()
     mods = {**masks.mods._asdict(), "score_mod_bwd": own.score_mod_bwd}
     for name, mod in mods.items():
         if not (mod is None or isinstance(mod, str) or torch.compiler.is_compiling()):
@@ -438,11 +437,8 @@ def _argument(name: str, arguments: Iterable[Any]) -> Any:
 
 
 def _computes(q: Tensor) -> bool:
-    """Whether an operator with this q computes, and does not only say shapes.
-
-    With a meta tensor beside others torch calls what says shapes. It would return memory that
-    nobody wrote, where the call itself refuses the tensor by name.
-    """
+    """Whether a fake operator has to compute: torch calls it for a meta tensor beside others, which
+    the call itself refuses by name."""
     return type(q) is Tensor and not q.is_meta
 
 
@@ -492,8 +488,8 @@ def _attention_bwd(
 
 
 def _split_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], Any, Sequence[Any]]:
-    """What a backward gets after q, k, v and sink: results and their gradients by name, the indices
-    of wanted aux gradients, and the arguments of the call."""
+    """Results and their gradients by name, the indices of wanted aux gradients, and the arguments
+    of the call."""
     count = len(_RESULTS)
     results = dict(zip(_RESULTS, arguments[:count], strict=True))
     return results, arguments[count], arguments[count + 1 :]
@@ -545,22 +541,28 @@ def run_backward_operator(
     return dq, dk, dv, None if sink is None else dsink, *daux
 
 
-def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the operator's arguments as they are: in a trace their numbers may be symbols."""
-    q, k, v, sink, *arguments = inputs
-    out, lse, lse_low, _ = output
-    # inference tensors cannot be saved, and nothing reports when they change
-    ctx.places = [
-        i for i, x in enumerate(arguments) if isinstance(x, Tensor) and not x.is_inference()
-    ]
-    aux_tensors = saveable(arguments[_AUX_POSITION])
-    tensors = [arguments[i] for i in ctx.places]
-    low = None if _argument("score_mod", arguments) is None else lse_low
-    ctx.save_for_backward(q, k, v, sink, out, lse, low, *aux_tensors, *tensors)
-    ctx.arguments = [None if i in ctx.places else x for i, x in enumerate(arguments)]
-    ctx.arguments[_AUX_POSITION] = []
-    ctx.num_aux = len(aux_tensors)
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], *results: Tensor | None) -> list[Tensor]:
+    """Save results and inputs of an operator, and return the saved tensors. Inputs are saved as
+    they are: in a trace their numbers may be symbols."""
+    leaves, ctx.spec = pytree.tree_flatten((results, inputs))
+    ctx.leaves = [Tensor if isinstance(x, Tensor) else x for x in leaves]
+    tensors = saveable([x for x in leaves if isinstance(x, Tensor)])
+    ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
+    return tensors
+
+
+def saved_inputs(ctx: Any) -> Any:
+    """The results and the inputs of `save_inputs`."""
+    saved = iter(ctx.saved_tensors)
+    leaves = [next(saved) if x is Tensor else x for x in ctx.leaves]
+    return pytree.tree_unflatten(leaves, ctx.spec)
+
+
+def _setup_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, lse, lse_low, _ = output
+    has_mod = _argument("score_mod", inputs[4:]) is not None
+    save_inputs(ctx, inputs, out, lse, lse_low if has_mod else None)
 
 
 def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> Any:
@@ -571,11 +573,7 @@ def _operator_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: 
     if dout is None and dlse is None:
         others[_AUX_POSITION] = [None] * len(wanted)
         return None, None, None, None, *others
-    q, k, v, sink, out, lse, lse_low, *more = ctx.saved_tensors
-    arguments = list(ctx.arguments)
-    arguments[_AUX_POSITION] = more[: ctx.num_aux]
-    for i, x in zip(ctx.places, more[ctx.num_aux :], strict=True):
-        arguments[i] = x
+    (out, lse, lse_low), (q, k, v, sink, *arguments) = saved_inputs(ctx)
     # lse holds the sink for the backward
     sink = sink if needs_sink else None
     dout = torch.zeros_like(out) if dout is None else dout

@@ -27,7 +27,7 @@ from flash_mask_cute.call.splits import CombinedForward
 from flash_mask_cute.call.tables import MakeDifferenceTables
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import BwdTiles, FwdTiles
-from flash_mask_cute.cpu.call import CpuCall, CpuTiles
+from flash_mask_cute.cpu.call import CpuCall, CpuMasks, CpuTiles
 from flash_mask_cute.cpu.forward import flash_attn_fwd_cpu
 from flash_mask_cute.cpu.paged import keys_in_rows
 from flash_mask_cute.cpu.tiles import NEG_INF
@@ -282,7 +282,7 @@ def cpu_call(plan: ExecutionPlan, tensors: Tensors, tiles: CpuTiles) -> CpuCall:
     """A planned call on CPU tensors."""
     return CpuCall(
         tensors,
-        plan.masks,
+        CpuMasks(*plan.masks),
         tiles,
         plan.shapes.seqlen_q,
         plan.shapes.seqlen_k,

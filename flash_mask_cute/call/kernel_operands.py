@@ -19,6 +19,7 @@ from flash_mask_cute.core.stream_k import BY_STREAM_K
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, fake_mask_bits
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.fake_tensors import (
+    int32,
     int32_pair,
     int32_vector,
     operand,
@@ -109,8 +110,8 @@ _LENGTHS = (
     KernelOperand("mSeqUsedK", "seqused_k", lambda x, _: int32_vector(x.has_seqused_k)),
 )
 _WINDOW = (
-    KernelOperand("window_size_left", "window_left", lambda x, _: fake_tensors.window(x)[0]),
-    KernelOperand("window_size_right", "window_right", lambda x, _: fake_tensors.window(x)[1]),
+    KernelOperand("window_size_left", "window_left", lambda x, _: int32(x.has_window_left)),
+    KernelOperand("window_size_right", "window_right", lambda x, _: int32(x.has_window_right)),
 )
 _AUX_TENSORS = KernelOperand("aux_tensors", "aux_tensors", _aux_tensors)
 _SOFTCAP = KernelOperand(

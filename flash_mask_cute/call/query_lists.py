@@ -7,7 +7,7 @@ kernels read.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from flash_mask_cute.call.facts import CallFacts
@@ -99,7 +99,7 @@ def list_facts(problem: AttentionProblem) -> ListFacts:
     """Facts that determine the code of the kernels that make lists."""
     may_hide = problem.mask_mod is not None or problem.intervals is not None
     own: dict[str, Any] = {"has_lse": may_hide and not problem.may_empty_rows}
-    names = (x.name for x in fields(ListFacts) if x.name not in own)
+    names = (name for name in ListFacts._fields if name not in own)
     return ListFacts(**{name: getattr(problem, name) for name in names}, **own)
 
 

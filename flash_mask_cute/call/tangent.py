@@ -1,8 +1,6 @@
 """Forward mode: the tangents of out and LSE of a forward, by one more walk over its tiles.
 
-The forward runs as ever. With dS = scale * (tQ K^T + Q tK^T) and P from the LSE, a second walk sums
-(P dS) V + P tV, and mu = sum of P dS of each row. Then tO = that sum - mu O, and mu is the tangent
-of the LSE. Few-step generators train by it (Lu and Song 2024, sCM; Geng et al. 2025, MeanFlow).
+Few-step generators train by it (Lu and Song 2024, sCM; Geng et al. 2025, MeanFlow).
 """
 
 from __future__ import annotations
@@ -15,7 +13,12 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Masks, Tensors
-from flash_mask_cute.call.copies import common_conversion, input_conversion, split_scale
+from flash_mask_cute.call.copies import (
+    common_conversion,
+    convert,
+    input_conversion,
+    split_scale,
+)
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.plan import kernel_problem, with_tiles
@@ -74,28 +77,24 @@ class PreparedTangent(SecondWalk):
     @torch.no_grad()
     def __call__(self, x: Tensors, masks: Masks | None, given: Tangents) -> tuple[Tensor, Tensor]:
         """As `tangent`. Of no queries or keys, all is 0."""
-        if self.is_kernel:
-            return self._by_kernel(x, masks, given)
-        if self.plan.backend is Backend.EMPTY:
+        plan = self.plan
+        if plan.backend is Backend.CPU:
+            return flash_attn_tangent_cpu(self.cpu_call(x), given)
+        if not self.is_kernel:
             return torch.zeros_like(given.out), torch.zeros_like(given.lse)
-        return flash_attn_tangent_cpu(self.cpu_call(x), given)
-
-    def _by_kernel(self, x: Tensors, masks: Masks | None, given: Tangents) -> tuple[Tensor, Tensor]:
-        factor, _ = split_scale(self.plan.softmax_scale)
-        of_keys: Any = common_conversion if self.plan.problem.shared_kv else input_conversion
-        k, v, tk, tv = (_converted(y, of_keys(y)) for y in (x.k, x.v, given.k, given.v))
-        q, tq = (_converted(y, input_conversion(y, factor)) for y in (x.q, given.q))
-        out, lse = _converted(given.out, input_conversion(given.out)), given.lse.contiguous()
+        factor, _ = split_scale(plan.softmax_scale)
+        of_keys = common_conversion if plan.problem.shared_kv else input_conversion
+        queries, keys = (x.q, given.q), (x.k, x.v, given.k, given.v)
+        q, tq = convert(queries, tuple(input_conversion(y, factor) for y in queries))
+        k, v, tk, tv = convert(keys, tuple(map(of_keys, keys)))
+        rest, of_out = (given.out, x.learnable_sink), input_conversion(given.out)
+        out, sink = convert(rest, (of_out, plan.conversions["learnable_sink"]))
+        lse = given.lse.contiguous()
         # with rows of no sequence, which the kernel does not write
         tout, tlse = out.new_zeros(out.shape), torch.zeros_like(lse)
-        sink = _converted(x.learnable_sink, self.plan.conversions["learnable_sink"])
         partials = tq, tk, tv, out, lse
         self.launch(x, masks, q=q, k=k, v=v, out=tout, lse=tlse, sink=sink, partials=partials)
         return tout, tlse
-
-
-def _converted(tensor: Any, conversion: Any) -> Any:
-    return tensor if conversion is None else conversion(tensor)
 
 
 def tangent(call: AttentionCall, given: Tangents) -> tuple[Tensor, Tensor]:

@@ -57,8 +57,7 @@ class Claims:
 
     @cute.jit
     def share(self, number: Int32, claimed: Int32) -> Int32:
-        """Give the leader's claim `number` to both CTAs; claimed: the leader's, in the leader. Run
-        by a whole warp of each."""
+        """Give the leader's claim `number` to both CTAs, by a whole warp of each."""
         if self.is_leader():
             self.channel.acquire(number)
             if cute.arch.lane_idx() == 0:

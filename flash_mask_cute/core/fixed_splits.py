@@ -11,11 +11,9 @@ from __future__ import annotations
 
 # How the fixed splits of a work tile are computed: there is only one; by a CTA, one after the
 # other; by any CTAs, into rows of partial results that another kernel reduces.
-ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS, PARALLEL_SPLITS = (
-    "one fixed split",
-    "fixed splits in sequence",
-    "fixed splits",
-)
+ONE_FIXED_SPLIT = "one fixed split"
+SEQUENTIAL_SPLITS = "fixed splits in sequence"
+PARALLEL_SPLITS = "fixed splits"
 ORDERED = (ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS, PARALLEL_SPLITS)
 # `Work.place` of fixed splits in sequence: whether it is its work tile's first one and last one
 FIRST, LAST = 1, 2

@@ -389,8 +389,7 @@ class OperandLoads:
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
     def _look_up(self, place: HeadKeys, block: Int32) -> PageRow | BlockRows:
-        """The place of this lane's box of a block, or the places of its rows, of pages that have to
-        be `_settled`.
+        """The place of this lane's box of a block, or the places of its rows; not `_settled` yet.
 
         Done when a box is loaded, the divisions and clamps would take longer than its load.
         """

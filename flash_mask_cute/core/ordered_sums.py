@@ -1,7 +1,6 @@
 """The reduction of a row's fixed splits (`core/fixed_splits.py`), the same wherever it is computed.
 
-Each operation is rounded on its own, so no compiler can merge two of them in one kernel and not in
-another.
+Each operation is rounded on its own, so that no compiler merges two of them.
 """
 
 from typing import NamedTuple

@@ -178,9 +178,10 @@ class QueryLoads:
         self, atom: cute.CopyAtom, source: cute.Tensor, smem: cute.Tensor, dim: int, at: Visited
     ) -> Callable[[Int32, cute.Pointer], None]:
         """A function that starts to copy the rows of Q or dO into a stage."""
-        tile = ((1, self.traits.tile_m), dim)
-        gmem, row = self._query_rows(source, at)
-        src, dst = tma.tile_of(atom, gmem, (at.block.head_idx, row), tile, smem)
+        work, side, tile_m = at.work, tma.RowSide.of_queries(self.lengths), self.traits.tile_m
+        place = work.batch_idx, work.offset_q, work.seqlen_q, at.block.index * tile_m
+        gmem, row = tma.readable_rows(source, side, *place)
+        src, dst = tma.tile_of(atom, gmem, (at.block.head_idx, row), ((1, tile_m), dim), smem)
         return partial(self._copy_rows, atom, src, dst)
 
     def _copy_rows(
@@ -196,9 +197,3 @@ class QueryLoads:
     def _load_stats(self, at: Visited, stage: Int32, barrier: cute.Pointer) -> None:
         stats = self.stats[at.block.head_idx, at.row_block, None]
         tma.copy_bulk(stats, self.tiles.stats[None, stage], barrier)
-
-    def _query_rows(self, tensor: cute.Tensor, at: Visited) -> tuple[cute.Tensor, Int32]:
-        """The ((head, row), d) tensor of a sequence of Q or dO, and its first row to read."""
-        work, side = at.work, tma.RowSide.of_queries(self.lengths)
-        place = work.batch_idx, work.offset_q, work.seqlen_q
-        return tma.readable_rows(tensor, side, *place, at.block.index * self.traits.tile_m)

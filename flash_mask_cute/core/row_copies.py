@@ -136,7 +136,8 @@ class RowCopies:
         )
         vector_of_lane = cute.arch.lane_idx() % lanes
         begin += vector_of_lane * VECTOR_BYTES
-        source = _tensor_at(begin, pool, cute.size(smem, mode=[1]))
+        start = cute.make_ptr(pool.element_type, begin, pool.memspace, assumed_align=VECTOR_BYTES)
+        source = cute.make_tensor(start, cute.make_layout(cute.size(smem, mode=[1])))
         target = smem[row, None]
         for vector in cutlass.range_constexpr(0, _vectors(smem), lanes):
             to_vector = _vector(target, vector + vector_of_lane, elements)
@@ -155,13 +156,6 @@ def _of_lane(word: Int64, lane: Int32) -> Int64:
     low = cute.arch.shuffle_sync(Int32(word), lane)
     high = cute.arch.shuffle_sync(Int32(word >> 32), lane)
     return (Int64(high) << 32) | Int64(Uint32(low))
-
-
-def _tensor_at(address: Int64, pool: cute.Tensor, size: int) -> cute.Tensor:
-    """The elements from an address inside a pool on."""
-    dtype, space = pool.element_type, pool.memspace
-    begin = cute.make_ptr(dtype, address, space, assumed_align=VECTOR_BYTES)
-    return cute.make_tensor(begin, cute.make_layout(size))
 
 
 def _vector(row: cute.Tensor, number: Int32, elements: int) -> cute.Tensor:

@@ -55,8 +55,7 @@ CHAINS = 4
 class ScoreScales(NamedTuple):
     """Factors that turn raw products Q K^T into exponents of two, through soft cap and score_mod.
 
-    scale_in: multiplies the raw product before these, None without them. scale_log2: multiplies the
-    input of the softmax.
+    scale_in: of the raw product, None without these. scale_log2: of the input of the softmax.
     """
 
     scale_log2: Float32
@@ -185,9 +184,8 @@ class QuadRows:
 def rounded_difference(a: Float32, b: Float32) -> Float32:
     """a - b of two rounded numbers.
 
-    The assembler merges a product and a plain difference into one multiply-add, so the product is
-    not rounded. Far from 0 the resulting error is larger than the difference
-    (docs/facts/compiler.md#arithmetic).
+    The assembler merges a product and a plain difference into one multiply-add. Far from 0 the
+    resulting error is larger than the difference (docs/facts/compiler.md#arithmetic).
     """
     return cute.math.add(a, -b, rounding=NEAREST)
 
@@ -205,9 +203,10 @@ class OnlineSoftmax:
 
     row_max: the maximum in use (-inf while a row has seen nothing). row_limit: scores above it make
     row_max too old. row_bias: the addend that turns score * scale_log2 into the exponent. row_sum,
-    row_largest: of this thread; the latter may exceed row_max; None: not wanted. factor: turns what
-    the softmax gets into scores in natural units, if these may have any magnitude; None: it gets
-    scaled products. rows_alone: the bits of a row do not depend on the other rows of its warp.
+    row_largest: of this thread's scores. row_largest may exceed row_max; None: it is not wanted.
+    factor: turns what the softmax gets into scores in natural units, if these may have any
+    magnitude; None: it gets scaled products. rows_alone: the bits of a row do not depend on the
+    other rows of its warp.
     """
 
     scale_log2: Float32
@@ -311,8 +310,7 @@ class OnlineSoftmax:
         """Per row, whether `exponentials` used an unusable maximum: too old, none where there is
         one, or one far from 0.
 
-        A row that has seen nothing and now sees scores far below 0 is not found here but by
-        `is_empty`.
+        Rows that had seen nothing before scores far below 0 are found by `is_empty` instead.
         """
         return tuple((total < self.sum_limit) == Boolean(False) for total in sums)
 

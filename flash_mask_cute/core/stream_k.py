@@ -4,8 +4,7 @@ All key blocks that a launch visits form a line, ordered by sequence, head, work
 blocks of its walk. A work tile takes TILE_COST places before its blocks, for its query and its
 output. The line is cut into chunks of one length, one for each CTA. In decoding each head has a
 line of its own if that leaves few CTAs idle. All these lines are cut at the same places. Then
-neighbouring CTAs read the same keys of all heads at the same time, which lie side by side in
-memory; reading each head's keys at another time costs bandwidth.
+neighbouring CTAs read the same keys of all heads at the same time, which saves bandwidth.
 
 So a work tile may lie in several chunks; its parts are its *splits*, and their results are combined
 afterwards. (Stream-K, Osama et al. 2023, for attention as in Lean Attention, Sanovar et al. 2024;

@@ -9,8 +9,7 @@ fixed, too: the CTA whose first tile is the longest gets the shortest one.
 Linear order: first groups of heads, then the blocks of a group, then its heads. In the forward the
 keys and values of a group fit the L2 cache together. Blocks start from the last one if the launch
 asks for it. In a dense launch groups are formed over the heads of all sequences; in a varlen
-launch, sequence by sequence, over the heads of one. Only the scheduler warp runs this; the other
-warps read its decision from the ring (`work_ring`).
+launch, sequence by sequence, over the heads of one.
 """
 
 import operator
@@ -120,8 +119,7 @@ class TileScheduler:
 
     @cute.jit
     def advance(self, search: Search, number: Int32) -> Search:
-        """Claim the next tile; call it early, its index arrives later. Run by a whole warp. number:
-        tiles claimed this way before."""
+        """Claim the next tile, by a whole warp; its index comes later. number: of claims before."""
         ctas, _, _ = cute.arch.grid_dim()
         step = ctas // self.ctas_per_tile
         index = search.index + step

@@ -1,8 +1,7 @@
 """Backward attention on CPU tensors: the tiles that a kernel walks, one by one, in float64.
 
 The outer loop is over key blocks, the inner one over query blocks: the transpose of the forward's
-walk (`tiles.py`), which also decides which scores count. As there, tiles that the walk leaves out
-are not computed. So a wrong walk or a wrong classification gives wrong gradients without a GPU.
+walk (`tiles.py`), which also decides which scores count.
 """
 
 from __future__ import annotations
@@ -40,24 +39,15 @@ of a tile (heads_kv, lanes, rows, keys)."""
 def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsink); dsink is None without a learnable_sink.
 
-    out, lse: the results of `flash_attn_fwd_cpu` for the same arguments, or results of higher
-    precision; they are used, not recomputed. lse_low: the rounding error of lse, if known. dout,
-    dlse: gradients of a loss with respect to out and lse, with their layouts.
-    score_mod_bwd(grad, score, b_idx, h_idx, q_idx, kv_idx, aux_tensors) -> grad: takes the gradient
-    of the score that score_mod returns, and returns the gradient of the score that it gets. Without
-    it the derivative of score_mod is used. aux_sums: float64 tensors by index of the aux tensor, to
-    which their gradients are added.
+    Arguments and results are those of `interface._flash_attn_bwd`; out and lse may have a higher
+    precision. aux_sums: float64 tensors by index of the aux tensor, to which their gradients are
+    added.
 
     Gradients are new contiguous tensors of the shapes and dtypes of q, k, v and the sink, summed in
-    float64. They are 0 in rows that see nothing, in rows and keys past seqused_*, and in rows of a
-    packed tensor that belong to no sequence. q, out, dout, lse and dlse are not read in unused rows
-    and in rows of no sequence. In rows that see nothing the values of q and dout do not matter, nor
-    does dlse without a sink.
-
-    Probabilities are computed from lse and lse_low. Without lse_low they have the rounding error of
-    lse: a float32 lse gives gradients a relative error of up to abs(lse) * 2^-24. Raises
-    NotImplementedError, TypeError, ValueError: a callable or an aux tensor cannot be used on the
-    CPU, see `eval_mask_mod`; or a score_mod has no derivative."""
+    float64. q, out, dout, lse and dlse are not read in unused rows and in rows of no sequence. In
+    rows that see nothing the values of q and dout do not matter, nor does dlse without a sink.
+    Raises NotImplementedError, TypeError, ValueError: as `eval_mask_mod`; or a score_mod has no
+    derivative."""
     x, masks, pack_gqa = call.tensors, call.masks, call.tiles.pack_gqa
     dq = x.q.new_zeros(x.q.shape)
     # several sequences may add to the same keys
@@ -91,9 +81,8 @@ class _Rows(NamedTuple):
     q, dout (heads_kv, lanes, rows, .), lse, lse_low and delta (heads_kv, lanes, rows).
 
     In rows that see nothing, lse is inf, so exponentials of scores minus lse are 0; with a sink lse
-    is unchanged. There lse_low is 0, and delta is 0 except for dlse with a sink. q and dout are 0
-    where they would not be finite, because 0 * NaN is NaN. lse_low is subtracted separately,
-    because float64 loses it in a sum with an lse of 1e17.
+    is unchanged. There lse_low is 0, delta is 0 except for dlse with a sink, and q and dout are 0,
+    because 0 * NaN is NaN. Float64 loses lse_low in a sum with an lse of 1e17.
     """
 
     q: Tensor
@@ -104,7 +93,6 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def create(tensors: Tensors, walk: SequenceWalk) -> _Rows:
-        """tensors: of a call of a backward."""
         x, of = tensors, tensors.gradients
         assert x.out is not None and of.dout is not None and x.lse is not None
         q, out, dout, lse = (walk.rows_of_q(y) for y in (x.q, x.out, of.dout, x.lse.mT))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from flash_mask_cute.masks.q_start import NO_START, QStart
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
 
-class CpuMasks(Protocol):
+class CpuMasks(NamedTuple):
     """The masks of a call, and what changes its scores.
 
     score_mod, mask_mod: CuTe callables. aux_tensors: the tensors that they index
@@ -24,23 +24,12 @@ class CpuMasks(Protocol):
     selected: a choice, whose rows are queries of the call. All masks apply together.
     """
 
-    @property
-    def score_mod(self) -> Callable[..., Any] | None: ...
-
-    @property
-    def mask_mod(self) -> Callable[..., Any] | None: ...
-
-    @property
-    def aux_tensors(self) -> Sequence[Tensor] | None: ...
-
-    @property
-    def column_mask(self) -> ColumnMask | None: ...
-
-    @property
-    def block_lists(self) -> BlockSparseTensorsTorch | None: ...
-
-    @property
-    def selected(self) -> SelectedBlocks | None: ...
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    aux_tensors: Sequence[Tensor] | None = None
+    column_mask: ColumnMask | None = None
+    block_lists: BlockSparseTensorsTorch | None = None
+    selected: SelectedBlocks | None = None
 
 
 class CpuTiles(NamedTuple):

@@ -7,11 +7,8 @@ from torch import Tensor
 
 
 def combine_by_torch(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of splits in the first dimension of both inputs, in float32 or wider.
-
-    out_partial (splits, ..., d), lse_partial (splits, ...). Splits that saw nothing have
-    lse_partial -inf, and may have anything in out_partial.
-    """
+    """(out, lse), in float32 or wider, of out_partial (splits, ..., d) and lse_partial (splits,
+    ...). Where lse_partial is -inf, out_partial may be anything."""
     weights, lse = _weights(lse_partial)
     out = torch.where(weights[..., None] > 0, out_partial.to(weights.dtype), 0.0)
     return (weights[..., None] * out).sum(dim=0), lse
@@ -24,11 +21,8 @@ def combine_gradients(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of out_partial and lse_partial, in their dtypes.
-
-    A split has the weight exp(lse_partial - lse). out is the weighted sum, and the weight is also
-    the derivative of lse with respect to the split's lse_partial.
-    """
+    """Gradients of out_partial and lse_partial, in their dtypes. The weight of a split is also the
+    derivative of lse with respect to its lse_partial."""
     weights, _ = _weights(lse_partial)
     by_lse = torch.zeros_like(weights)
     by_out = torch.zeros_like(out_partial)

@@ -1,9 +1,5 @@
-"""Forward attention on CPU tensors: the tiles that the GPU kernel walks, one by one, in float64.
-
-`tiles.py` defines these tiles and which of their scores count. `score_mod` is the user's own,
-compiled for the host. All heads of a batch entry take a step together, except heads that see
-nothing of the tile.
-"""
+"""Forward attention on CPU tensors, in float64, over the tiles that the GPU kernel walks
+(`tiles.py`). All heads of a batch entry take a step together."""
 
 from __future__ import annotations
 
@@ -31,12 +27,8 @@ from flash_mask_cute.mods.on_cpu import eval_score_mod
 def flash_attn_fwd_cpu(call: CpuCall) -> None:
     """Write `out` and, if they are among the tensors, `lse`, `lse_low` and `max_scores`.
 
-    out is laid out like q; lse is float32 or float64, (batch, heads_q, seqlen_q) or varlen
-    (heads_q, total_q), natural log. lse_low, shaped like lse, is its rounding error; max_scores,
-    shaped like lse, the largest visible score of each row. A row that sees nothing gets 0 and -inf
-    (the sink, if there is one). Rows past seqused_q are not written. Raises NotImplementedError,
-    TypeError, ValueError: a callable or an aux tensor cannot be used on the CPU, see
-    `eval_mask_mod`."""
+    Shapes and values are those of `interface._flash_attn_fwd`. Rows past seqused_q are not written.
+    Raises NotImplementedError, TypeError, ValueError: as `eval_mask_mod`."""
     x, masks, tiles = call.tensors, call.masks, call.tiles
     assert x.out is not None
     walks = list(sequence_walks(call))
@@ -67,8 +59,7 @@ def _attend_sequence(
     cuts: Callable[[int], Mapping[int, Tensor]] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Out of one batch entry and, of its rows, lse, its rounding error in the dtype of the call's
-    lse, and the largest score. modify(scores, tile, heads) works in place. cuts: `Cuts.of` of the
-    sequence."""
+    lse, and the largest score. modify: works in place. cuts: `Cuts.of` of the sequence."""
     q, sink = walk.rows_of_q(tensors.q), walk.rows_of_sink(tensors.learnable_sink)
     k, v = walk.rows_of_k(tensors.k), walk.rows_of_k(tensors.v)
     lse_dtype = torch.float32 if tensors.lse is None else tensors.lse.dtype
@@ -131,8 +122,7 @@ def modify_tile(
 
 class _Result(NamedTuple):
     """Rows of the output, and their LSE as the sum of two numbers: the largest score, and the
-    logarithm of the sum of exponentials relative to it. With a largest score of 1e17 and more, the
-    second would be lost in one number."""
+    logarithm of the sum of exponentials relative to it, which would be lost beside 1e17."""
 
     out: Tensor
     largest: Tensor

@@ -1,8 +1,4 @@
-"""Cuts of a work tile's key blocks into splits on the CPU: as on a GPU, head by head.
-
-Attention proceeds from block to block for all heads of a sequence together. At a head's cut, the
-head ends a split and begins the next one.
-"""
+"""Cuts of a work tile's key blocks into splits on the CPU: as on a GPU, head by head."""
 
 from __future__ import annotations
 

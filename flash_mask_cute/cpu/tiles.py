@@ -3,8 +3,7 @@
 The walk is the kernel's own: `BlockInfo`, the classification of column intervals by their smallest
 and largest values, and the block lists. Tiles that these leave out are not computed here either,
 and a mask is not applied to tiles that it is said not to cut. So a wrong walk or a wrong
-classification gives a wrong result without a GPU. A `mask_mod` is the user's own, compiled for the
-host.
+classification gives a wrong result without a GPU.
 """
 
 from __future__ import annotations
@@ -89,7 +88,42 @@ class _Mask(Protocol):
 
 
 @dataclass(frozen=True)
-class SequenceWalk:
+class TileClasses:
+    """What masks do to the tiles of one batch entry."""
+
+    block_info: BlockInfo
+    seqlen_info: SeqlenInfoQK
+    masks: Sequence[_Mask]
+    heads_q: int
+
+    def classify(self, m_block: int, n_blocks: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The verdicts of each mask on key tiles of a query tile, as `_Mask.classify`."""
+        info, used = self.block_info, self.seqlen_info
+        starts = n_blocks * info.tile_n
+        ends = (starts + info.tile_n).clamp(max=used.seqlen_k)
+        queries = range(*info.query_range(used, m_block))
+        row = TileRow(m_block, queries, n_blocks, starts, ends, used.q_start or 0)
+        return [mask.classify(row) for mask in self.masks]
+
+    def classes(self, m_block: int) -> tuple[int, Tensor]:
+        """What a kernel does with the key tiles of a query tile that it may visit: the first one,
+        and of each EMPTY (skipped), PARTIAL (masked) or FULL, int64 (heads_q, tiles).
+
+        A kernel judges by the bounds of key blocks, which may err on the side of more work.
+        """
+        first, end = self.block_info.get_n_block_min_max(self.seqlen_info, m_block)
+        n_blocks = torch.arange(first, end, device="cpu")
+        verdicts = self.classify(m_block, n_blocks)
+        found = torch.full((self.heads_q, len(n_blocks)), int(FULL), device="cpu")
+        for _, is_cut in verdicts:
+            found.masked_fill_(is_cut, PARTIAL)
+        for is_hidden, _ in verdicts:
+            found.masked_fill_(is_hidden, EMPTY)
+        return first, found
+
+
+@dataclass(frozen=True)
+class SequenceWalk(TileClasses):
     """The tiles of one batch entry: their order, their scores, and which scores count.
 
     slot_*: index of the used tokens in a tensor of q's or k's layout. Rows of a head group are laid
@@ -97,12 +131,8 @@ class SequenceWalk:
     """
 
     batch_idx: int
-    block_info: BlockInfo
-    seqlen_info: SeqlenInfoQK
-    masks: list[_Mask]
     softmax_scale: float
     softcap: float
-    heads_q: int
     heads_kv: int
     slot_q: Any
     slot_k: Any
@@ -150,18 +180,6 @@ class SequenceWalk:
             self.pack,
             self.seqlen_info.q_start or 0,
         )
-
-    def classify(self, m_block: int, n_blocks: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The verdicts of each mask on key tiles of a query tile, as `_Mask.classify`."""
-        return _classify(self.block_info, self.seqlen_info, self.masks, m_block, n_blocks)
-
-    def classes(self, m_block: int) -> tuple[int, Tensor]:
-        """What a kernel does with the key tiles of a query tile that it may visit: the first one,
-        and of each EMPTY (skipped), PARTIAL (masked) or FULL, int64 (heads_q, tiles).
-
-        A kernel judges by the bounds of key blocks, which may err on the side of more work.
-        """
-        return _classes(self.block_info, self.seqlen_info, self.masks, self.heads_q, m_block)
 
     def rows_of_q(self, x: Tensor) -> Tensor:
         """Rows of a tensor laid out like q, with or without its last mode, as float64."""
@@ -223,12 +241,9 @@ def sequence_walks(call: CpuCall) -> Iterator[SequenceWalk]:
     )
     of = x.lengths
     bounds = None if column_mask is None else column_mask.bounds(tile_n, of.cu_seqlens_k)
-    lengths = [
-        None if y is None else y.tolist()
-        for y in (of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k)
-    ]
-    causal_per_seq = (
-        None if x.optional.causal_per_seq is None else x.optional.causal_per_seq.tolist()
+    by_entry = of.cu_seqlens_q, of.cu_seqlens_k, of.seqused_q, of.seqused_k
+    *lengths, causal_per_seq = (
+        None if y is None else y.tolist() for y in (*by_entry, x.optional.causal_per_seq)
     )
     lists_and_mod = None
     if masks.block_lists is not None or masks.mask_mod is not None:
@@ -279,41 +294,13 @@ def classes_of_columns(mask: ColumnMask, seqlen_q: int, tile_m: int, tile_n: int
     used = SeqlenInfoQK.create(0, seqlen_q, seqlen_k)
     bounds = mask.bounds(tile_n)
     columns = _ColumnIntervals.create(mask, bounds, 0, used, tile_n, heads)
-    masks = _BandMask(block_info, used), columns
+    walk = TileClasses(block_info, used, (_BandMask(block_info, used), columns), heads)
     tiles = ceil_div(seqlen_q, tile_m), ceil_div(seqlen_k, tile_n)
     classes = torch.full(tiles, int(EMPTY), device="cpu")
     for m_block, row in enumerate(classes):
-        first, found = _classes(block_info, used, masks, heads, m_block)
+        first, found = walk.classes(m_block)
         row[first : first + found.shape[1]] = found[0]
     return classes
-
-
-def _classes(
-    block_info: BlockInfo, used: SeqlenInfoQK, masks: Sequence[_Mask], heads_q: int, m_block: int
-) -> tuple[int, Tensor]:
-    first, end = block_info.get_n_block_min_max(used, m_block)
-    n_blocks = torch.arange(first, end, device="cpu")
-    verdicts = _classify(block_info, used, masks, m_block, n_blocks)
-    found = torch.full((heads_q, len(n_blocks)), int(FULL), device="cpu")
-    for _, is_cut in verdicts:
-        found.masked_fill_(is_cut, PARTIAL)
-    for is_hidden, _ in verdicts:
-        found.masked_fill_(is_hidden, EMPTY)
-    return first, found
-
-
-def _classify(
-    block_info: BlockInfo,
-    used: SeqlenInfoQK,
-    masks: Sequence[_Mask],
-    m_block: int,
-    n_blocks: Tensor,
-) -> list[tuple[Tensor, Tensor]]:
-    starts = n_blocks * block_info.tile_n
-    ends = (starts + block_info.tile_n).clamp(max=used.seqlen_k)
-    queries = range(*block_info.query_range(used, m_block))
-    row = TileRow(m_block, queries, n_blocks, starts, ends, used.q_start or 0)
-    return [mask.classify(row) for mask in masks]
 
 
 class HeadInTile(NamedTuple):

@@ -327,12 +327,6 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
 def _check(
     query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool
 ) -> None:
-    _check_tensors(query, key, value, enable_gqa)
-    _check_batch(query, key, block_mask)
-    _check_block_mask(query, key, block_mask)
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -365,22 +359,19 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             f"with enable_gqa, query must have a multiple of the heads of key, got {heads_q} and "
             f"{heads_kv}"
         )
-
-
-def _check_batch(query: Tensor, key: Tensor, block_mask: BlockMask | None) -> None:
     batch, batch_kv = query.shape[0], key.shape[0]
-    if batch == batch_kv:
-        return
-    if block_mask is None or block_mask.kv_num_blocks.shape[0] != batch or batch_kv != 1:
+    if batch != batch_kv and (
+        block_mask is None or block_mask.kv_num_blocks.shape[0] != batch or batch_kv != 1
+    ):
         raise ValueError(
             f"query and key must have the same batch, got {batch} and {batch_kv}; key may have "
             "batch 1 with a block_mask that has the batch of query"
         )
+    if block_mask is not None:
+        _check_block_mask(query, key, block_mask)
 
 
-def _check_block_mask(query: Tensor, key: Tensor, block_mask: BlockMask | None) -> None:
-    if block_mask is None:
-        return
+def _check_block_mask(query: Tensor, key: Tensor, block_mask: BlockMask) -> None:
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
             "block_mask must be a BlockMask of torch.nn.attention.flex_attention, got "

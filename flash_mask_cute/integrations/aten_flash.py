@@ -153,10 +153,7 @@ def unknown_operator() -> str | None:
 
 
 class Activated:
-    """Our functions in the place of torch's kernels, until `remove`.
-
-    Torch's kernel of an operator is asked for before ours is set, and computes what ours refuses.
-    """
+    """Our functions in the place of torch's kernels, which compute what ours refuse."""
 
     def __init__(self, dispatch_key: str) -> None:
         """dispatch_key: that of the tensors in calls that are taken, "CUDA"."""

@@ -1,8 +1,6 @@
 """A folder in the form of a kernel of the Hugging Face Hub, which re-exports our functions.
 
-transformers' continuous batching and accelerate's sequence parallelism take attention in that form
-only: by a name "owner/kernel", which the package `kernels` finds in a local folder if
-LOCAL_KERNELS says where it is (docs/integrations_more.md).
+Continuous batching of transformers takes attention in that form only (docs/integrations_more.md).
 """
 
 from __future__ import annotations

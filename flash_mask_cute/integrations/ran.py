@@ -58,8 +58,7 @@ def ran_here(operator: str) -> None:
 
 
 def left_to_torch(operator: str, reason: str) -> None:
-    """Torch computes a call. A warning gives each reason once; other numbers in it make no
-    other reason."""
+    """Torch computes a call. A warning gives each reason once, whatever numbers it has."""
     for record in _records:
         record.append(Ran(operator, "torch", reason))
     topic = f"{operator}: {re.sub(r'[0-9.]+', '', reason)}"

@@ -91,8 +91,8 @@ def _backward(
 ) -> Any:
     """A call of `_BACKWARDS` with the mode on, so that a checkpoint computes again what it did.
 
-    torch turns a mode off while this handles a call, and asks it again about each tensor that is
-    given on. It does not ask about gradient edges.
+    A mode is off while it handles a call. torch asks it again about tensors that are passed on, and
+    not about gradient edges.
     """
     outputs = _as_list(args[0])
     inputs = _as_list(args[1] if len(args) > 1 else given.get("inputs"))
@@ -262,7 +262,7 @@ def _as_bshd(x: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Zeros added to the head dimension until kernels take it, as torch adds them for its own."""
+    """With zeros up to a head dimension that kernels take."""
     missing = -x.shape[-1] % _HEAD_DIM_STEP
     return F.pad(x, (0, missing)) if missing else x
 

@@ -1,10 +1,8 @@
 """Attention that is called by torch's own functions, on the kernels of this package.
 
-`register` and torch's `activate_flash_attention_impl("mask_cute")` give torch's five operators of
-flash attention to this package: `F.scaled_dot_product_attention` where torch chooses flash,
-`varlen_attn`, its out form, nested tensors, and torch's context-parallel ring. `sdpa` is a context
-that takes `F.scaled_dot_product_attention` on any device and with masks. `kernels_run` says which
-kernel ran. docs/integrations.md compares them.
+`register` gives torch's operators of flash attention to this package: `varlen_attn`, nested
+tensors, torch's context-parallel ring, and `F.scaled_dot_product_attention` where torch chooses
+flash. `sdpa` takes the last on any device and with masks. docs/integrations.md compares them.
 """
 
 from __future__ import annotations
@@ -51,22 +49,15 @@ def register(name: str = "mask_cute") -> None:
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {brief(name)}")
     registry: Any = import_module("torch.nn.attention")
-    if not hasattr(registry, "register_flash_attention_impl"):
-        _refuse_version("it has no register_flash_attention_impl")
-    if (why := unknown_operator()) is not None:
-        _refuse_version(why)
+    why: str | None = "it has no register_flash_attention_impl"
+    if hasattr(registry, "register_flash_attention_impl"):
+        why = unknown_operator()
+    if why is not None:
+        raise RuntimeError(
+            f"torch {torch.__version__} is not supported by register(): {why}. {_TRIED} are; in "
+            "every version, use `with flash_mask_cute.integrations.torch.sdpa():`"
+        )
     if name in registry.list_flash_attention_impls() and name not in _registered:
         raise ValueError(f"name={name!r} is registered by another library: choose another name")
-    registry.register_flash_attention_impl(name, register_fn=_activate)
+    registry.register_flash_attention_impl(name, register_fn=lambda: Activated("CUDA"))
     _registered.add(name)
-
-
-def _activate() -> Activated:
-    return Activated("CUDA")
-
-
-def _refuse_version(why: str) -> None:
-    raise RuntimeError(
-        f"torch {torch.__version__} is not supported by register(): {why}. {_TRIED} are; in every "
-        "version, use `with flash_mask_cute.integrations.torch.sdpa():`"
-    )

@@ -1,10 +1,5 @@
 """Tree attention of TRL's asynchronous GRPO by this package: `register_tree_attention`.
 
-    from flash_mask_cute.integrations.trl import register_tree_attention
-
-    register_tree_attention()
-    trainer = AsyncGRPOTrainer(...)
-
 TRL folds roll-outs into a tree, in which shared tokens stand once, in depth-first order. Its own
 attention copies the keys of every path from the root. Here one causal vector says who sees whom
 (`builders.prefix_tree`), and no key is copied. docs/integrations_more.md has more.
@@ -33,8 +28,8 @@ _REFUSED = (
 
 
 class _Tree(NamedTuple):
-    """depths: int32 (tokens,), of each token in its path. made_of: the cumulative lengths that were
-    given beside the index. Their identity shows which kept tree to use."""
+    """depths: int32 (tokens,), of each token in its path. made_of: the cumulative lengths, by which
+    a kept tree is recognized."""
 
     mask: ColumnMask
     depths: Tensor

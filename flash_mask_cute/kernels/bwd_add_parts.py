@@ -4,8 +4,7 @@ These split a group of heads, and leave partial sums, or have different queries 
 (`core/query_lists.py`), and add to the same sums.
 
 The sums are fp32, in an order that suits the summing kernel. They are added in the order of the
-parts, so the result does not depend on the run. A CTA takes some columns of a key block: blocks are
-few.
+parts, so the result does not depend on the run.
 """
 
 from dataclasses import dataclass
@@ -45,7 +44,6 @@ class BwdAddParts:
     :param accum_cols: columns of a key block's sums of dK and of dV, multiples of 16
     :param tile_n: keys of a block: 128, or 64, where the second four warps had the second half
         of the columns
-    :param order: of the sums
     """
 
     dtype: type[cutlass.Numeric]

@@ -1,8 +1,5 @@
 """Statistics that the backward needs of each query row before it starts: LSE and delta.
 
-If scores may have any magnitude, an LSE far from 0 is stored as a reference that the main kernel
-subtracts from scores first, and the stored LSE is only its rounding error.
-
 A CTA processes one row block (`core.row_blocks`) of one head. The grid covers all row blocks, so
 nothing has to be cleared beforehand. A row block of no sequence gets zeros. The kernel is bound by
 memory, so it keeps many 16-byte accesses in flight.
@@ -290,8 +287,8 @@ class BwdPreprocess:
             words: `row_blocks.stats_words`. First LSE by base 2 of tile_m rows, inf for rows that
             see nothing and rows that no sequence uses; then delta, the sum of O * dO minus dLSE, 0
             for those rows; with has_reference, then the reference that is subtracted from scores
-            first and by which LSE is reduced, 0 if LSE is near 0 and for those rows; with mQ, then
-            `row_blocks.marks_of`
+            first and by which LSE is reduced to its rounding error, 0 if LSE is near 0 and for
+            those rows; with mQ, then `row_blocks.marks_of`
         :param mdQaccum: fp32 (heads_q, num_row_blocks, a multiple of 1024), contiguous and aligned
             to 16 bytes; zeroed, if given
         :param mSemaphores: int32 (heads_q, num_semaphores * num_row_blocks), those of a row block
@@ -462,13 +459,9 @@ class BwdPreprocess:
         first, apart = row, self.tile_m
         if self.packing.is_there:
             apart = self.packing.rows
-            first = row // apart * self._words_of_query + row % apart
+            words_of_query = stats_words(apart, self.num_stats, self.has_marks, apart)
+            first = row // apart * words_of_query + row % apart
         return tuple(first + i * apart for i in range(self.num_stats))
-
-    @property
-    def _words_of_query(self) -> int:
-        of_query = self.packing.rows
-        return stats_words(of_query, self.num_stats, self.has_marks, of_query)
 
     @cute.jit
     def _store_sink_part(

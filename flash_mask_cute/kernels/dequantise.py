@@ -18,10 +18,7 @@ UNIT, READS = 8, 8
 
 
 class Dequantise:
-    """Converts codes of float8_e4m3fn; to be passed to `cute.compile`.
-
-    :param dtype: cutlass.BFloat16 or cutlass.Float16, of the results
-    """
+    """Converts codes of float8_e4m3fn to BFloat16 or Float16; to be passed to `cute.compile`."""
 
     def __init__(self, dtype: type[cutlass.Numeric]):
         self.dtype = dtype

@@ -22,10 +22,7 @@ IN_FLIGHT = 64
 
 
 class ReduceSplits:
-    """Reduces fixed splits; to be passed to `cute.compile`.
-
-    :param head_dim_v: columns of the output, a multiple of 8 up to 256
-    """
+    """Reduces fixed splits; for `cute.compile`. head_dim_v: a multiple of 8 up to 256."""
 
     def __init__(self, head_dim_v: int):
         self.head_dim_v = head_dim_v
@@ -43,16 +40,7 @@ class ReduceSplits:
         mLSE: cute.Tensor | None,
         stream,
     ):
-        """Launch on `stream`, for at least one row.
-
-        :param mO_partial: fp32 (fixed splits, batch, row, head, d), last stride 1, others multiples
-            of 4
-        :param mLSE_partial: fp32 (fixed splits, batch, row, head)
-        :param mLow_partial: like mLSE_partial, its rounding error, for scores of any size
-        :param mSink: logits (heads,), or None
-        :param mO: (batch, row, head, d), last stride 1, others multiples of 4
-        :param mLSE: fp32 (batch, row, head)
-        """
+        """Launch on `stream`: as `Combine`, for splits by rows in fp32. mSink: logits (heads,)."""
         batch, rows, heads, _ = mO.shape
         splits = SplitTensors(mO_partial, mLSE_partial, mLow_partial)
         self.kernel(splits, mSink, mO, mLSE).launch(

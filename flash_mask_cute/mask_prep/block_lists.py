@@ -9,10 +9,10 @@ from torch import Tensor
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
-from flash_mask_cute.runtime.compiler import by_names, compile_object, options_for
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
+from flash_mask_cute.runtime.plain_tensors import outside_inference_mode
 from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAME = "ordered_lists"
 WORD = 32
 
 
@@ -35,6 +35,8 @@ class OrderedTensors(NamedTuple):
         return OrderedTensors((cnt, idx, *full), (visible, torch.empty_like(visible)))
 
 
+# what is made of the result may be kept with it
+@outside_inference_mode
 def order_lists(
     mask_cnt: Tensor, mask_idx: Tensor, full_cnt: Tensor | None, full_idx: Tensor | None
 ) -> OrderedTensors:
@@ -43,10 +45,6 @@ def order_lists(
     It takes int32 tensors on a GPU, of the shapes of `BlockSparseTensorsTorch`. Entries may have
     any order. One launch on the current stream reads them as they are when it runs, and a replayed
     CUDA graph reads them again. Raises NotImplementedError: there is no kernel for the device."""
-    if torch.is_inference_mode_enabled():
-        # what is made of the result may be kept with it
-        with torch.inference_mode(False):
-            return order_lists(mask_cnt, mask_idx, full_cnt, full_idx)
     given = mask_cnt, mask_idx, full_cnt, full_idx
     made = OrderedTensors.empty_like(mask_idx, full_idx is not None)
     if mask_idx.numel() == 0:
@@ -55,25 +53,15 @@ def order_lists(
                 cnt.zero_()
         return made
     compiled = compile_ordered_lists(full_idx is not None, Target.from_device(mask_idx.device).arch)
-    if mask_idx.get_device() == torch.cuda.current_device():
+    with torch.cuda.device_of(mask_idx):
         compiled.function(given, made.lists, *made.bits)
-    else:
-        with torch.cuda.device(mask_idx.device):
-            compiled.function(given, made.lists, *made.bits)
     return made
 
 
+@cached_kernel("ordered_lists")
 def compile_ordered_lists(has_full: bool, arch: str) -> Compiled:
-    """The compiled kernel, from the cache or built now.
-
-    `function` takes, by position: the lists that are given and those to be made, four tensors each
-    (the last two None unless has_full), the visible and the full bits. Extents and strides are
-    run-time values.
-    """
-    return by_names(KERNEL_NAME, {"has_full": has_full}, _build, arch)
-
-
-def _build(has_full: bool, arch: str) -> Compiled:
+    """The kernel. `function` takes, by position: the lists that are given and those to be made,
+    four tensors each (the last two None unless has_full), the visible and the full bits."""
     from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists, OrderedLists
 
     def lists() -> BlockLists:
@@ -81,5 +69,4 @@ def _build(has_full: bool, arch: str) -> Compiled:
         return BlockLists(*mask, *(full if has_full else (None, None)))
 
     arguments = [lists(), lists(), *(fake_tensors.strided(4) for _ in range(2))]
-    kernel = OrderedLists(has_full)
-    return compile_object(kernel, [*arguments, fake_tensors.stream()], options_for(arch))
+    return compile_object(OrderedLists(), [*arguments, fake_tensors.stream()], options_for(arch))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from flash_mask_cute.mods.on_cpu import HOST_OPTIONS, compile_reading
+from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import CompileCache, Compiled
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import CACHE, compile_object
@@ -52,10 +54,9 @@ def compile_scan(
     """The compiled scan, from the cache or built now.
 
     `function` takes, by position: (mask_cnt, mask_idx, full_cnt, full_idx), (block_q, block_k,
-    seqlen_q, seqlen_k), the tuple of aux tensors or None. On the CPU it also takes a record or
-    None, as described in `HostFunction`; its `reads` are in `meta`. Raises TypeError: `mask_mod`
-    reaches a value that has no identity (see `callable_key`); NotImplementedError: on the CPU, if
-    `mask_mod` uses a GPU-only instruction."""
+    seqlen_q, seqlen_k), the tuple of aux tensors or None; on the CPU also a record or None, as
+    `HostFunction`, whose `reads` are in `meta`. Raises TypeError: as `callable_key`;
+    NotImplementedError: on the CPU, if `mask_mod` uses a GPU-only instruction."""
     identity = callable_key(mask_mod)
     return cache.get(
         "block_scan",
@@ -72,33 +73,19 @@ def _options(problem: ScanProblem) -> str:
 
 
 def _build(mask_mod: Callable[..., Any], problem: ScanProblem) -> Compiled:
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-
     from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists
     from flash_mask_cute.mask_prep.block_scan_kernel import BlockGrid, BlockScan
 
-    spaces = cutlass.AddressSpace
-    space = spaces.generic if problem.arch == HOST else spaces.gmem
-
-    def tensor(name: str, rank: int) -> Any:
-        dtype = getattr(cutlass, CUTLASS_NAMES[name])
-        extents = tuple(cute.sym_int() for _ in range(rank))
-        strides = tuple(cute.sym_int64() for _ in range(rank))
-        align = max(dtype.width // 8, 1)
-        return make_fake_tensor(dtype, extents, strides, memspace=space, assumed_align=align)
-
-    lists = BlockLists(tensor("int32", 3), tensor("int32", 4), None, None)
+    tensor = partial(fake_tensors.strided, on_host=problem.arch == HOST)
+    lists = BlockLists(tensor(3), tensor(4), None, None)
     if problem.has_full:
-        lists = lists._replace(full_cnt=tensor("int32", 3), full_idx=tensor("int32", 4))
-    grid = BlockGrid(*(cutlass.Int32(0) for _ in BlockGrid._fields))
-    aux = tuple(tensor(name, rank) for name, rank in problem.aux) or None
+        lists = lists._replace(full_cnt=tensor(3), full_idx=tensor(4))
+    grid = BlockGrid(*(fake_tensors.int32() for _ in BlockGrid._fields))
+    aux = tuple(tensor(rank, name) for name, rank in problem.aux) or None
     scan = BlockScan(mask_mod, problem.has_full, problem.samples)
     if problem.arch == HOST:
-        named_mod, record = ("mask_mod", mask_mod), tensor("int64", 1)
+        named_mod, record = ("mask_mod", mask_mod), tensor(1, "int64")
         arguments = lists, grid, aux
         made = compile_reading(named_mod, scan.on_host, arguments, record, checked=problem.checked)
         return Compiled(made.function, {"reads": made.reads})
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_object(scan, [lists, grid, aux, stream], _options(problem))
+    return compile_object(scan, [lists, grid, aux, fake_tensors.stream()], _options(problem))

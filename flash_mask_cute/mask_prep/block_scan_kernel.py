@@ -1,9 +1,8 @@
 """Block lists of a `mask_mod`: the blocks of the score matrix with visible or hidden scores.
 
 Two kernels. In the first one, each warp examines one block of the matrix, and writes its state
-where the block's entry of a list may come to lie later. In the second one, a warp turns the states
-of a list into its entries, 32 at a time: a vote gives each lane the place of its block. So lists
-are ascending without a sort. The same rules run on the host, block by block, for CPU tensors.
+where its entry of a list may be later. In the second one, a warp turns the states of a list into
+entries (`write_lists`). The same rules run on the host, block by block, for CPU tensors.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,12 @@ from flash_mask_cute.core.tile_state import (
     state_of_warp,
 )
 from flash_mask_cute.core.warp_scan import WARP
-from flash_mask_cute.mask_prep.block_lists_kernel import BlockLists, ListCoord
+from flash_mask_cute.mask_prep.block_lists_kernel import (
+    BlockLists,
+    ListCoord,
+    finish_list,
+    write_lists,
+)
 from flash_mask_cute.mods.aux_reads import CheckedAux
 from flash_mask_cute.mods.calling import ScorePlace, call_mask_mod
 
@@ -76,7 +80,7 @@ class BlockScan:
         place = ListCoord.of_list(number // ctas_of_list, lists.mask_idx)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         n_block = number % ctas_of_list * NUM_WARPS + warp_idx
-        states = self._entries(lists.mask_idx, place)
+        states = place.row_of(lists.mask_idx)
         if n_block < states.shape[0]:
             lane = cute.arch.lane_idx()
             state = self._look_at_block(grid, place, n_block, lane, WARP, aux_tensors)
@@ -86,36 +90,9 @@ class BlockScan:
 
     @cute.kernel
     def make_lists(self, lists: BlockLists):
-        """Turn the states in mask_idx into lists. A warp for each place of a list. Entries replace
-        states that have been read: there are no more of them than blocks before."""
+        """Turn the states in mask_idx into lists. A warp for each place of a list."""
         number, _, _ = cute.arch.block_idx()
-        place, lane = ListCoord.of_list(number, lists.mask_idx), cute.arch.lane_idx()
-        mask_idx = self._entries(lists.mask_idx, place)
-        full_idx = self._entries(lists.full_idx, place)
-        num_blocks = mask_idx.shape[0]
-        mask_cnt = Int32(0)
-        full_cnt = Int32(0)
-        for first in range(0, num_blocks, WARP):
-            n_block = first + lane
-            is_partial, is_full = Boolean(False), Boolean(False)
-            if n_block < num_blocks:
-                is_partial, is_full = self._classify(mask_idx[n_block])
-            mask_cnt = self._put_of_warp(mask_idx, mask_cnt, n_block, is_partial)
-            if const_expr(self.has_full):
-                full_cnt = self._put_of_warp(full_idx, full_cnt, n_block, is_full)
-        self._finish(lists.mask_cnt, mask_idx, place, mask_cnt, lane, WARP)
-        if const_expr(self.has_full):
-            self._finish(lists.full_cnt, full_idx, place, full_cnt, lane, WARP)
-
-    @cute.jit
-    def _put_of_warp(
-        self, entries: cute.Tensor, count: Int32, n_block: Int32, is_listed: Boolean
-    ) -> Int32:
-        """Append the listed blocks of a warp's lanes to a list of `count` entries; new count."""
-        listed = cute.arch.vote_ballot_sync(is_listed)
-        before = listed & ((1 << cute.arch.lane_idx()) - 1)
-        self._put(entries, count + cute.arch.popc(before), n_block, is_listed)
-        return count + cute.arch.popc(listed)
+        write_lists(lists, ListCoord.of_list(number, lists.mask_idx), None)
 
     @cute.jit
     def on_host(self, lists: BlockLists, grid: BlockGrid, aux_tensors, record):
@@ -134,51 +111,27 @@ class BlockScan:
 
     @cute.jit
     def _list_on_host(self, lists: BlockLists, grid: BlockGrid, place: ListCoord, aux_tensors):
-        mask_idx = self._entries(lists.mask_idx, place)
-        full_idx = self._entries(lists.full_idx, place)
+        mask_idx = place.row_of(lists.mask_idx)
+        full_idx = place.row_of(lists.full_idx)
         mask_cnt = Int32(0)
         full_cnt = Int32(0)
         for n_block in range(mask_idx.shape[0]):
             state = self._look_at_block(grid, place, n_block, 0, 1, aux_tensors)
-            is_partial, is_full = self._classify(state)
+            # without lists of full blocks, all that is visible is partial
+            is_partial = state == PARTIAL if const_expr(self.has_full) else has_visible(state)
             self._put(mask_idx, mask_cnt, n_block, is_partial)
             mask_cnt += Int32(is_partial)
             if const_expr(self.has_full):
-                self._put(full_idx, full_cnt, n_block, is_full)
-                full_cnt += Int32(is_full)
-        self._finish(lists.mask_cnt, mask_idx, place, mask_cnt, 0, 1)
+                self._put(full_idx, full_cnt, n_block, state == FULL)
+                full_cnt += Int32(state == FULL)
+        finish_list(lists.mask_cnt, mask_idx, place, mask_cnt, 0, 1)
         if const_expr(self.has_full):
-            self._finish(lists.full_cnt, full_idx, place, full_cnt, 0, 1)
-
-    @staticmethod
-    def _entries(idx: cute.Tensor | None, place: ListCoord) -> cute.Tensor | None:
-        return None if idx is None else idx[place.batch_idx, place.head_idx, place.m_block, None]
-
-    def _classify(self, state: Int32) -> tuple[Boolean, Boolean]:
-        """(is partial, is full); without lists of full blocks, all that is visible is partial."""
-        if const_expr(self.has_full):
-            return state == PARTIAL, state == FULL
-        return has_visible(state), Boolean(False)
+            finish_list(lists.full_cnt, full_idx, place, full_cnt, 0, 1)
 
     @cute.jit
     def _put(self, entries: cute.Tensor, at: Int32, n_block: Int32, is_listed: Boolean):
         if is_listed:
             entries[at] = n_block
-
-    @cute.jit
-    def _finish(
-        self,
-        cnt: cute.Tensor,
-        entries: cute.Tensor,
-        place: ListCoord,
-        count: Int32,
-        thread_idx: Int32,
-        threads: cutlass.Constexpr[int],
-    ):
-        for i in range(count + thread_idx, entries.shape[0], threads):
-            entries[i] = Int32(0)
-        if thread_idx == 0:
-            cnt[place.batch_idx, place.head_idx, place.m_block] = count
 
     @cute.jit
     def _look_at_block(

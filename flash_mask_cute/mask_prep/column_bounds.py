@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
+from flash_mask_cute.runtime import fake_tensors
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
-
-KERNEL_NAME = "column_bounds"
 
 
 def num_key_blocks(seqlen_k: int, tile_n: int, cu_seqlens_k: Tensor | None) -> int:
@@ -21,55 +18,37 @@ def num_key_blocks(seqlen_k: int, tile_n: int, cu_seqlens_k: Tensor | None) -> i
     return seqlen_k // tile_n + cu_seqlens_k.shape[0] - 1
 
 
-def launch_bounds(
-    indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Tensor | None
-) -> None:
-    """Fill `bounds`, which is not empty, on the current stream: one launch.
+def fill_bounds(indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Tensor | None) -> None:
+    """Fill `bounds`, which is not empty; on a GPU by one launch on the current stream.
 
-    Args: indices: int32 (batch, heads, seqlen_k, n), any strides, on a GPU. bounds: int32 (batch,
-    heads, 2 * n, num_blocks) as `ColumnMask.bounds` describes it. tile_n: keys of a block.
-    cu_seqlens_k: int32 (num_sequences + 1,), for a packed batch. Raises NotImplementedError: there
-    is no kernel for the device."""
+    indices: int32 (batch, heads, seqlen_k, n), any strides. bounds: int32 (batch, heads, 2 * n,
+    num_blocks), contents as `ColumnMask.bounds`. cu_seqlens_k: of a packed batch. Raises
+    NotImplementedError: there is no kernel for the device."""
+    if not indices.is_cuda:
+        bounds.copy_(bounds_by_torch(indices, tile_n, cu_seqlens_k, bounds.shape[3]))
+        return
     compiled = compile_column_bounds(
         indices.shape[3], cu_seqlens_k is not None, Target.from_device(indices.device).arch
     )
-    if indices.get_device() == torch.cuda.current_device():
+    with torch.cuda.device_of(indices):
         compiled.function(indices, bounds, tile_n, cu_seqlens_k)
-    else:
-        with torch.cuda.device(indices.device):
-            compiled.function(indices, bounds, tile_n, cu_seqlens_k)
 
 
-def compile_column_bounds(
-    num_vectors: int, is_packed: bool, arch: str, cache: CompileCache = CACHE
-) -> Compiled:
-    """The compiled kernel, from the cache or built now.
-
-    `function` takes, by position: indices, bounds, tile_n, cu_seqlens_k; None for the last one
-    unless is_packed. Extents, strides and tile_n are run-time values.
-    """
-    facts = {"num_vectors": num_vectors, "is_packed": is_packed}
-    return by_names(KERNEL_NAME, facts, _build, arch, cache)
-
-
-def _build(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
-    import cutlass
+@cached_kernel("column_bounds")
+def compile_column_bounds(num_vectors: int, is_packed: bool, arch: str) -> Compiled:
+    """The kernel, whose `function` takes by position what `fill_bounds` has; None for cu_seqlens_k
+    unless is_packed."""
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
     from flash_mask_cute.mask_prep.column_bounds_kernel import KeyBlockBounds
 
-    def int32_tensor(*shape: Any) -> Any:
-        strides = tuple(cute.sym_int64() for _ in shape)
-        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
-
-    batch, heads = cute.sym_int(), cute.sym_int()
+    batch, heads, any_strides = cute.sym_int(), cute.sym_int(), [None] * 4
     arguments = [
-        int32_tensor(batch, heads, cute.sym_int(), num_vectors),
-        int32_tensor(batch, heads, 2 * num_vectors, cute.sym_int()),
-        cutlass.Int32(0),
-        int32_tensor(cute.sym_int()) if is_packed else None,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        fake_tensors.tensor("int32", (batch, heads, None, num_vectors), any_strides),
+        fake_tensors.tensor("int32", (batch, heads, 2 * num_vectors, None), any_strides),
+        fake_tensors.int32(),
+        fake_tensors.strided(1) if is_packed else None,
+        fake_tensors.stream(),
     ]
     return compile_object(KeyBlockBounds(num_vectors), arguments, options_for(arch))
 

@@ -15,6 +15,23 @@ NUM_WARPS = 4
 UNROLL = 4
 
 
+@cute.jit
+def sequence_of_block(
+    block: Int32, size: Int32, mCuSeqlens: cute.Tensor, pack: Int32 | int = 1
+) -> Int32:
+    """The sequence of a block of `size` rows, `pack` of which belong to a token, by the numbering
+    of `core/row_blocks.py`: the last sequence whose first block is not after this one."""
+    found = Int32(0)
+    beyond = mCuSeqlens.shape[0] - 1
+    while found + 1 < beyond:
+        middle = (found + beyond) // 2
+        if mCuSeqlens[middle] * pack // size + middle <= block:
+            found = middle
+        else:
+            beyond = middle
+    return found
+
+
 class KeyBlockBounds:
     """Fills the bounds of a `ColumnMask`; to be passed to `cute.compile`.
 
@@ -92,15 +109,7 @@ class KeyBlockBounds:
         first = block * tile_n
         end = seqlen_k
         if const_expr(mCuSeqlensK is not None):
-            # the last sequence whose first block is not after this one
-            found = Int32(0)
-            beyond = mCuSeqlensK.shape[0] - 1
-            while found + 1 < beyond:
-                middle = (found + beyond) // 2
-                if mCuSeqlensK[middle] // tile_n + middle <= block:
-                    found = middle
-                else:
-                    beyond = middle
+            found = sequence_of_block(block, tile_n, mCuSeqlensK)
             start = mCuSeqlensK[found]
             first = start + (block - start // tile_n - found) * tile_n
             end = mCuSeqlensK[found + 1]

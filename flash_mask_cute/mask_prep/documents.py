@@ -1,8 +1,5 @@
-"""Documents of a mask (tokens that see only each other) as sequences of a packed batch.
-
-Tiles of a packed batch begin where documents begin. With the mask of a whole sequence documents
-begin anywhere, and a tile that two documents share visits the keys of both.
-"""
+"""Documents of a mask (tokens that see only each other) as sequences of a packed batch, whose tiles
+begin where documents begin."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ from torch import Tensor
 from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.runtime import fake_tensors
-from flash_mask_cute.runtime.cache import CompileCache, Compiled
-from flash_mask_cute.runtime.compiler import CACHE, by_names, compile_object, options_for
+from flash_mask_cute.runtime.cache import Compiled
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
 from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAME = "document_split"
 # at most one document may start in so many tokens; later starts are merged into it
 DOCUMENT_STRIDE = 512
 # keys of the blocks that show a slot the bounds of others, as of tiles of most attention kernels
@@ -69,34 +65,20 @@ class DocumentTensors(NamedTuple):
         """Find the documents of non-empty indices. On a GPU it makes four launches on the current
         stream. Raises NotImplementedError: there is no kernel for the GPU."""
         if indices.is_cuda:
-            _launch(indices, causal, self)
+            arch = Target.from_device(indices.device).arch
+            compiled = compile_split(indices.shape[3], causal, arch)
+            with torch.cuda.device_of(indices):
+                compiled.function(indices, *self)
         else:
             found = _split_by_torch(indices, causal, self)
             for tensor, values in zip(self, found, strict=True):
                 tensor.copy_(values)
 
 
-def _launch(indices: Tensor, causal: bool, split: DocumentTensors) -> None:
-    """Fill a split of indices on the current stream: four launches. Raises NotImplementedError:
-    there is no kernel for the device."""
-    compiled = compile_split(indices.shape[3], causal, Target.from_device(indices.device).arch)
-    if indices.get_device() == torch.cuda.current_device():
-        compiled.function(indices, *split)
-    else:
-        with torch.cuda.device(indices.device):
-            compiled.function(indices, *split)
-
-
-def compile_split(
-    num_vectors: int, causal: bool, arch: str, cache: CompileCache = CACHE
-) -> Compiled:
-    """The compiled kernels, from the cache or built now; extents and strides are run-time values.
-    `function` takes, by position: indices, and the tensors of a `DocumentTensors`."""
-    facts = {"num_vectors": num_vectors, "causal": causal}
-    return by_names(KERNEL_NAME, facts, _build, arch, cache)
-
-
-def _build(num_vectors: int, causal: bool, arch: str) -> Compiled:
+@cached_kernel("document_split")
+def compile_split(num_vectors: int, causal: bool, arch: str) -> Compiled:
+    """The kernels. `function` takes, by position: indices, and the tensors of a
+    `DocumentTensors`."""
     from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
 
     kernels = DocumentSplit(num_vectors, causal, DOCUMENT_STRIDE, BOUNDS_TILE)
@@ -112,10 +94,10 @@ def _split_by_torch(given: Tensor, causal: bool, like: DocumentTensors) -> Docum
     intervals = Intervals(num_vectors, causal)
     slots, device = max_documents(seqlen), indices.device
     values = [x.long() for x in indices.unbind(2)]
-    first, last = (_full(x, values[0]) for x in intervals.seen_span(values, values, seqlen))
+    first, last = (filled(x, values[0]) for x in intervals.seen_span(values, values, seqlen))
     smallest, largest = (list(bounds[:, 0, i::2].long().unbind(1)) for i in (0, 1))
     block_first, block_last = (
-        _full(x, smallest[0]) for x in intervals.seen_span(largest, smallest, seqlen)
+        filled(x, smallest[0]) for x in intervals.seen_span(largest, smallest, seqlen)
     )
     # what blocks before and after each slot say
     blocks_of_slot = DOCUMENT_STRIDE // BOUNDS_TILE
@@ -152,5 +134,6 @@ def _split_by_torch(given: Tensor, causal: bool, like: DocumentTensors) -> Docum
     return DocumentTensors(bounds, begins, cu_seqlens, packed, packed_bounds)
 
 
-def _full(value: Tensor | int, like: Tensor) -> Tensor:
+def filled(value: Tensor | int, like: Tensor) -> Tensor:
+    """A tensor of a number; a tensor as it is."""
     return value if isinstance(value, Tensor) else torch.full_like(like, value)

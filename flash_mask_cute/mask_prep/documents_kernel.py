@@ -1,15 +1,13 @@
 """Starts of documents in a mask of column intervals, and the mask's rows counted from them.
 
-Documents are tokens that see only each other, so keys and queries may be exchanged below
-(`mask_bits_documents_kernel.py` has a span of keys for each query). A document begins at row r
-under two conditions. No row from r on sees a key before r. And, without causal masking, no row
-before r sees a key from r on. A running maximum and a running minimum over the keys check this
-(`Intervals.seen_span`). For each slot of tokens, the start of its first document is found. Later
-documents of the slot stay parts of it.
+A document begins at row r under two conditions. No row from r on sees a key before r. And, without
+causal masking, no row before r sees a key from r on. A running maximum and a running minimum over
+the keys check this (`Intervals.seen_span`). For each slot of tokens, the start of its first
+document is found. Later documents of the slot stay parts of it. Keys and queries may be exchanged
+(`mask_bits_documents_kernel.py` has a span of keys for each query).
 
 One warp examines a slot. Outside of the slot it uses the smallest and largest values of each block
-of keys. They may join documents, but never split one. These bounds are computed first, and at the
-end those of the packed batch, for attention. One host call launches all of it.
+of keys. They may join documents, but never split one.
 """
 
 import cutlass

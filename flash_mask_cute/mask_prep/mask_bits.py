@@ -67,7 +67,7 @@ def compile_mask_bits(
     columns: Any,
     cache: CompileCache = CACHE,
 ) -> Compiled:
-    """The compiled kernels, from the cache or built now.
+    """The compiled kernels.
 
     columns: the `Columns` of the target's attention kernels, which read the bits.
     `function` takes positional arguments that depend on the form:
@@ -80,7 +80,7 @@ def compile_mask_bits(
 
     mask_inputs: block bits (visible, full, block_q, block_k) and aux_tensors (a tuple), None for
     what the problem does not have. window: its sides, None if both are open. query_chunk: a pair
-    (`MaskBitsArgs`). `meta`: what `compile_object` returns.
+    (`MaskBitsArgs`).
     """
     identity = callable_key(mask_mod)
     return cache.get(
@@ -96,35 +96,30 @@ def compile_mask_bits(
 def _build(
     mask_mod: Callable[..., Any], problem: MaskBitsProblem, target: Target, columns: Any
 ) -> Compiled:
-    import cutlass
-
     from flash_mask_cute.mask_prep.mask_bits_documents_kernel import DocumentMaskBits
     from flash_mask_cute.mask_prep.mask_bits_kernel import KeyMaskBits, QueryMaskBits
     from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
 
     tiles, form = problem.tiles, problem.form
     kind = KeyMaskBits if tiles.by_key else QueryMaskBits
-    band = problem.is_causal, problem.has_window_left or problem.has_window_right
+    sides = problem.has_window_left, problem.has_window_right
+    band = problem.is_causal, any(sides)
     kernel: Any = kind(mask_mod, tiles.tile_m, tiles.tile_n, columns, bool(problem.aux), *band)
     arguments: list[Any] = [fake_mask_bits(tiles, has_places=form != "entries")]
     mask_inputs = (
         fake_tensors.block_bits(problem.has_bits),
         fake_tensors.aux_tensors(problem.aux),
-        fake_tensors.window(problem) if any(band[1:]) else None,
+        tuple(map(fake_tensors.int32, sides)) if any(sides) else None,
     )
     if form == "entries":
         arguments += [*fake_tensors.int32_pair(), *mask_inputs]
     elif form == "sequences":
         kernel = SequenceMaskBits(kernel, are_parts=False)
-        arguments += [
-            fake_tensors.int32_vector(True),
-            fake_tensors.int32_vector(True),
-            *mask_inputs,
-        ]
+        arguments += [*map(fake_tensors.int32_vector, (True, True)), *mask_inputs]
     else:
         kernel = DocumentMaskBits(kernel, DOCUMENT_STRIDE, BOUNDS_TILE)
         scratch = (fake_tensors.strided(rank) for rank in (4, 4, 2))
-        arguments += [fake_tensors.int32_vector(True), *scratch, *mask_inputs, cutlass.Int32(0)]
+        arguments += [fake_tensors.int32_vector(True), *scratch, *mask_inputs, fake_tensors.int32()]
     arguments += [fake_tensors.int32_pair(), fake_tensors.stream()]
     return compile_object(kernel, arguments, options_of(target))
 
@@ -132,23 +127,14 @@ def _build(
 def fake_mask_bits(tiles: BitTiles, has_places: bool) -> tuple[Any, ...]:
     """Fake tensors: bit tiles (batch | 1, m_blocks, n_blocks, lines, words), contiguous, their
     states, and their places if sequences differ in length."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
     size = tiles.lines * tiles.words
-    outer = tuple(cute.sym_int64(divisibility=size) for _ in range(2))
-    bits = make_fake_tensor(
-        cutlass.Int32,
-        (*fake_tensors.extents(3), tiles.lines, tiles.words),
-        (*outer, size, tiles.words, 1),
-        assumed_align=fake_tensors.BASE_ALIGNMENT,
+    shape, strides = (
+        (None, None, None, tiles.lines, tiles.words),
+        (None, None, size, tiles.words, 1),
     )
-    return (
-        (bits, fake_tensors.strided(3), fake_tensors.strided(2))
-        if has_places
-        else (bits, fake_tensors.strided(3))
-    )
+    bits = fake_tensors.tensor("int32", shape, strides, fake_tensors.BASE_ALIGNMENT, step=size)
+    places = (fake_tensors.strided(2),) if has_places else ()
+    return bits, fake_tensors.strided(3), *places
 
 
 class MaskInputs(NamedTuple):
@@ -191,7 +177,11 @@ Window: TypeAlias = tuple[int | None, int | None] | None
 @dataclass(frozen=True)
 class _MaskBitsPlan:
     """shape: of the bit tiles of a launch, int32 (.., .., .., lines, words). problem: for
-    `compile_mask_bits`. window: for its function."""
+    `compile_mask_bits`. window: for its function.
+
+    `query_chunks` of each kind makes bits for successive launches of attention, on q's device, the
+    current one. The bits of the next chunk overwrite those of a chunk.
+    """
 
     shape: tuple[int, int, int, int, int]
     problem: MaskBitsProblem
@@ -201,13 +191,6 @@ class _MaskBitsPlan:
     def num_bytes(self) -> int:
         """Bytes of tiles and states."""
         return (torch.Size(self.shape).numel() + torch.Size(self.shape[:3]).numel()) * WORD_BYTES
-
-    def query_chunks(
-        self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
-    ) -> Iterator[MaskBits]:
-        """Bits for successive launches of attention, on q's device, the current one. The bits of
-        the next chunk overwrite those of a chunk."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -228,7 +211,6 @@ class EntryBitsPlan(_MaskBitsPlan):
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        """See `_MaskBitsPlan.query_chunks`."""
         entries, most, *inner = self.shape
         for first in range(0, self.blocks, most):
             query_chunk = first, min(most, self.blocks - first)
@@ -251,7 +233,6 @@ class SequenceBitsPlan(_MaskBitsPlan):
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        """See `_MaskBitsPlan.query_chunks`."""
         places = q.new_empty((self.batch, 2), dtype=torch.int32)
         mask_bits, query_chunk = (*_new_mask_bits(q, self.shape), places), (0, self.shape[2])
         call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, self.window
@@ -282,8 +263,7 @@ class DocumentBitsPlan(_MaskBitsPlan):
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        """See `_MaskBitsPlan.query_chunks`. The bits come with the starts of the documents. Chunks
-        share their memory. The last chunks are empty, unless there is only one document."""
+        """With the starts of the documents. The last chunks are empty unless there is only one."""
         slots = max_documents(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
         places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)

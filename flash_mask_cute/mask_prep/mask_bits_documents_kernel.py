@@ -1,14 +1,9 @@
 """Mask bits by documents: runs of tokens that see only each other.
 
-Documents share tiles of the whole score matrix, and such tiles are visited for both documents. A
-kernel that evaluates all pairs beforehand (`mask_bits_kernel.py`) can find where documents begin.
-Attention may then take them as sequences of a packed batch, whose tiles begin with the documents
-(docs/masks.md).
-
-First, the first and the last visible key of each query are found. `DocumentSplit` needs the same
-for the queries that see a key. Queries and keys are exchanged here, which makes no difference for
-documents. Then the callable is evaluated for the tiles inside the documents
-(`mask_bits_varlen_kernel.py`).
+First, the first and the last visible key of each query are found, and from them the documents.
+`DocumentSplit` takes queries that see a key: queries and keys are exchanged here, which makes no
+difference for documents. Then the callable is evaluated for the tiles inside the documents
+(`mask_bits_varlen_kernel.py`), which attention takes as sequences of a packed batch.
 """
 
 import cutlass
@@ -54,8 +49,7 @@ class DocumentMaskBits:
     ):
         """Launch on `stream`. Documents are found with the first chunk.
 
-        :param mask_bit_tensors, block_bits, aux_tensors, window: see
-            `SequenceMaskBits`
+        :param mask_bit_tensors, block_bits, aux_tensors, window: see `SequenceMaskBits`
         :param tiles: the most tiles that the documents of an entry may have
         :param query_chunk: see `MaskBitsArgs`; mask_bit_tensors has room for it and for the rest of
             a block's tiles
@@ -82,8 +76,7 @@ class KeySpans:
     key, 0 if there is none, and the first key, seqlen if there is none. Keys outside causal masking
     and window are hidden, regardless of the callable.
 
-    A tile inside the known spans of its queries would give no new information. So the outermost
-    keys are evaluated first. If there are no documents, most other tiles never are.
+    A tile inside the known spans of its queries is not evaluated. So the outermost keys are first.
     """
 
     NUM_VECTORS = 2

@@ -1,11 +1,8 @@
 """Mask bits of a `mask_mod` that does not depend on the head, evaluated once for all heads.
 
-The cost of such a mask is the evaluation of the callable (docs/masks.md). This kernel runs before
-attention. It evaluates the callable for each tile that may be partial, and writes the bits and the
-state of the tile to global memory. Tiles outside causal masking and window count as empty and are
-not evaluated: no walk of attention visits them. Attention then visits the tiles with something
-visible, with or without block lists, and its mask warps read bits instead of evaluating the
-callable. The attention kernel does not contain the callable, so one kernel serves all of them.
+This kernel runs before attention. It evaluates the callable for each tile that may be partial, and
+writes the bits and the state of the tile to global memory. Tiles outside causal masking and window
+count as empty and are not evaluated: no walk of attention visits them.
 
 `mask_bits_varlen_kernel.py` does the same for sequences of different lengths, and
 `mask_bits_documents_kernel.py` for documents that are found in the bits.

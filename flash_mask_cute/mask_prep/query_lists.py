@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,16 +13,15 @@ from flash_mask_cute.limits import AT_END
 from flash_mask_cute.rules.band import Band
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
-from flash_mask_cute.runtime.compiler import CACHE, compile_object, options_for
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
 from flash_mask_cute.runtime.dtypes import dtype_name
+from flash_mask_cute.seqlen_info import SeqlenInfoQK
 
-KERNEL_NAME = "query_lists"
 # as in the device code, which a host that has no compiler cannot import
 CHUNK_ROWS, SEGMENT, ITEM_WORDS = 256, 1024, 4
 
 
-@dataclass(frozen=True)
-class ListFacts:
+class ListFacts(NamedTuple):
     """Facts that determine the code of the kernels: which masks and lengths there are, by the names
     of `AttentionProblem`. has_lse: queries with an LSE of -inf are in no list."""
 
@@ -114,31 +112,23 @@ class ListLengths(NamedTuple):
     lse: Tensor | None = None
 
 
-class QueryListMaker:
+class QueryListMaker(NamedTuple):
     """Makes the lists of a selection, for calls with the same facts and extents. arch: of the GPU
     whose tensors it gets; None: they are on the CPU."""
 
-    __slots__ = ("_arch", "_extents", "_facts", "_functions")
-
-    def __init__(self, facts: ListFacts, extents: ListExtents, arch: str | None) -> None:
-        self._facts, self._extents, self._arch = facts, extents, arch
-        self._functions: dict[torch.dtype, Any] = {}
+    facts: ListFacts
+    extents: ListExtents
+    arch: str | None
 
     def __call__(self, by_entry: Tensor, lengths: ListLengths) -> MadeLists:
-        """The lists of by_entry (batch | 1, heads, rows, k), int32 or int64.
-
-        On a GPU five launches on the current stream read everything when they run; a replayed CUDA
-        graph reads it again.
-        """
-        facts, extents = self._facts, self._extents
-        if self._arch is None:
+        """The lists of by_entry (batch | 1, heads, rows, k), int32 or int64. On a GPU five launches
+        on the current stream read everything when they run."""
+        facts, extents, arch = self
+        if arch is None:
             return lists_by_torch(by_entry, facts, extents, lengths)
-        dtype = by_entry.dtype
-        if dtype not in self._functions:
-            compiled = compile_query_lists(facts, dtype_name(dtype), self._arch)
-            self._functions[dtype] = compiled.function
+        function = compile_query_lists(facts, dtype_name(by_entry.dtype), arch).function
         made = empty_lists(by_entry, facts, extents)
-        fill_lists(self._functions[dtype], by_entry, made, facts, extents, lengths)
+        fill_lists(function, by_entry, made, facts, extents, lengths)
         return made
 
 
@@ -166,33 +156,21 @@ def fill_lists(
     function(by_entry, *scratch, *made, *numbers, *lengths)
 
 
+@cached_kernel("query_lists")
 def compile_query_lists(facts: ListFacts, dtype: str, arch: str) -> Compiled:
-    """The compiled kernels, from the cache or built now; see `fill_lists`. dtype: of entries."""
-    return CACHE.get(
-        KERNEL_NAME,
-        lambda: asdict(facts) | {"dtype": dtype},
-        lambda: _build(facts, dtype, arch),
-        arch=arch,
-        options=options_for(arch),
-        token=(facts, dtype),
-    )
-
-
-def _build(facts: ListFacts, dtype: str, arch: str) -> Compiled:
-    import cutlass
-
+    """The kernels, which `fill_lists` runs. dtype: of entries."""
     from flash_mask_cute.mask_prep.query_lists_kernel import MakeQueryLists
 
     arguments = [
         fake_tensors.strided(4, dtype),
         *(fake_tensors.strided(rank) for rank in (3, 2, 2, 2, 2, 3, 1)),
-        *(cutlass.Int32(0) for _ in range(6)),
+        *(fake_tensors.int32() for _ in range(6)),
         fake_tensors.stream(),
         *map(
             fake_tensors.int32_vector,
             (facts.varlen_q, facts.varlen_k, facts.has_seqused_q, facts.has_seqused_k),
         ),
-        *fake_tensors.window(facts),
+        *map(fake_tensors.int32, (facts.has_window_left, facts.has_window_right)),
         fake_tensors.q_start(facts.q_start),
         fake_tensors.strided(2 if facts.varlen_q else 3, "float32") if facts.has_lse else None,
     ]
@@ -240,20 +218,13 @@ def lists_by_torch(
 
 def _band_of(b: int, facts: ListFacts, extents: ListExtents, x: ListLengths) -> tuple[Band, int]:
     """The band of a sequence, and where its queries start in a line of the selection."""
-    offset_q, seqlen_q, seqlen_k = 0, extents.rows, extents.keys
-    if x.cu_seqlens_q is not None:
-        offset_q = int(x.cu_seqlens_q[b])
-        seqlen_q = int(x.cu_seqlens_q[b + 1]) - offset_q
-    if x.cu_seqlens_k is not None:
-        seqlen_k = int(x.cu_seqlens_k[b + 1]) - int(x.cu_seqlens_k[b])
-    if x.seqused_q is not None:
-        seqlen_q = min(int(x.seqused_q[b]), seqlen_q)
-    if x.seqused_k is not None:
-        seqlen_k = int(x.seqused_k[b])
+    of_slot = extents.rows, extents.keys, x.cu_seqlens_q, x.cu_seqlens_k
+    used = SeqlenInfoQK.create(b, *of_slot, x.seqused_q, x.seqused_k)
+    seqlen_q = min(used.seqlen_q, SeqlenInfoQK.create(b, *of_slot).seqlen_q)
     start = x.q_start
     if isinstance(start, Tensor):
         start = int(start[b])
     elif start == AT_END:
         start = None
     right = 0 if facts.is_causal else x.window_right
-    return Band(seqlen_q, seqlen_k, x.window_left, right, start), offset_q
+    return Band(seqlen_q, used.seqlen_k, x.window_left, right, start), used.offset_q

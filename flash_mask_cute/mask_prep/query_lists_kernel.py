@@ -1,13 +1,12 @@
 """Query lists of a selection: count, add up, weigh, cut into items, fill.
 
-A CTA has the queries of a chunk, and bits of them in shared memory: for each key block a bit for
-each query that chose it. They do not depend on the order of entries, nor on repetitions. Queries
-are counted chunk by chunk. From the sums of these counts, each chunk knows the places of its
-queries, which it sorts by blocks before it stores them, so that neighbours leave together. No place
-depends on who comes first, so lists are ascending and the same in every run.
+A CTA has the queries of a chunk, and in shared memory a bit for each key block and query that chose
+it. Queries are counted chunk by chunk. From the sums of these counts, each chunk knows the places
+of its queries, which it sorts by blocks before it stores them, so that neighbours leave together.
+So lists are ascending and the same in every run.
 
 A query is in the list of a block only if causal masking, the window and the lengths in use let it
-see some key of the block. So whoever is in a list sees something.
+see some key of the block.
 """
 
 import operator
@@ -22,6 +21,7 @@ from cutlass import Float32, Int32, const_expr
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.query_lists import SEGMENT
 from flash_mask_cute.core.warp_scan import WARP, running
+from flash_mask_cute.mask_prep.column_bounds_kernel import sequence_of_block
 from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.bit_tile import WORD, bit_range, low_bits
 from flash_mask_cute.seqlen_info import SeqlenInfoQK
@@ -236,9 +236,7 @@ class MakeQueryLists:
         """What this CTA has."""
         number, head_idx, span = cute.arch.block_idx()
         lengths = args.lengths
-        of_sequence = _sequence_of(
-            number, CHUNK_ROWS, lengths.cu_seqlens_q, lengths.seqlen_q, _num_sequences(args)
-        )
+        of_sequence = _sequence_of(number, CHUNK_ROWS, lengths.cu_seqlens_q, lengths.seqlen_q)
         sequence = _describe(of_sequence, lengths)
         first = (number - _first_of_queries(sequence, lengths)) * CHUNK_ROWS
         num_queries = cutlass.min(sequence.used.seqlen_q - first, CHUNK_ROWS)
@@ -431,9 +429,7 @@ class MakeQueryLists:
     def _chunks_of(self, args: QueryListArgs, number: Int32) -> tuple[Int32, Int32, Int32]:
         """The chunks [first, end) of a block's sequence, and the block's number in it."""
         lengths = args.lengths
-        of_sequence = _sequence_of(
-            number, args.block_size, lengths.cu_seqlens_k, lengths.seqlen_k, _num_sequences(args)
-        )
+        of_sequence = _sequence_of(number, args.block_size, lengths.cu_seqlens_k, lengths.seqlen_k)
         sequence = _describe(of_sequence, lengths)
         block = number - _first_of_keys(sequence, lengths, args.block_size)
         first = _first_of_queries(sequence, lengths)
@@ -527,9 +523,7 @@ class MakeQueryLists:
         lengths, of_sequence = args.lengths, Int32(0)
         block, at, first, end = Int32(0), Int32(0), Int32(0), Int32(0)
         if tile < args.num_tiles:
-            of_sequence = _sequence_of(
-                tile, args.tile_n, lengths.cu_seqlens_k, lengths.seqlen_k, _num_sequences(args)
-            )
+            of_sequence = _sequence_of(tile, args.tile_n, lengths.cu_seqlens_k, lengths.seqlen_k)
             sequence = _describe(of_sequence, lengths)
             block = tile - _first_of_keys(sequence, lengths, args.tile_n)
             if (block * args.tile_n < sequence.used.seqlen_k) & (first_row < sequence.slot_q):
@@ -550,36 +544,11 @@ class MakeQueryLists:
             args.mItems[head_idx, item, i] = Int32(word)
 
 
-def _num_sequences(args: QueryListArgs) -> Int32:
-    for starts in (args.lengths.cu_seqlens_q, args.lengths.cu_seqlens_k):
-        if starts is not None:
-            return Int32(starts.shape[0] - 1)
-    # more than there are: numbers of dense chunks and blocks say how many
-    return Int32(1 << 30)
-
-
-@cute.jit
-def _sequence_of(
-    number: Int32,
-    size: Int32,
-    starts: cute.Tensor | None,
-    rows: Int32,
-    num_sequences: Int32,
-) -> Int32:
-    """The sequence of a block of `size` rows, by the numbering of `core/row_blocks.py`."""
-    found = Int32(0)
+def _sequence_of(number: Int32, size: Int32, starts: cute.Tensor | None, rows: Int32) -> Int32:
+    """The sequence of a block of `size` rows, dense (`rows` each) or packed."""
     if const_expr(starts is None):
-        found = number // cute.ceil_div(rows, size)
-    else:
-        # the last sequence whose first block is not after this one
-        beyond = num_sequences
-        while found + 1 < beyond:
-            middle = (found + beyond) // 2
-            if starts[middle] // size + middle <= number:
-                found = middle
-            else:
-                beyond = middle
-    return found
+        return number // cute.ceil_div(rows, size)
+    return sequence_of_block(number, size, starts)
 
 
 def _describe(number: Int32, lengths: Lengths) -> Sequence:

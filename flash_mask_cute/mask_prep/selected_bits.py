@@ -10,11 +10,10 @@ from torch import Tensor
 
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
-from flash_mask_cute.runtime.compiler import by_names, compile_object, options_for
+from flash_mask_cute.runtime.compiler import cached_kernel, compile_object, options_for
 from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.target import Target
 
-KERNEL_NAME = "selected_bits"
 WORD = 32
 # blocks of a tile of keys, at most, and so many places behind the end of a list
 MOST_OF_TILE = 32
@@ -64,8 +63,8 @@ def selected_bits(
     by_entry: int32 or int64 (batch | 1, heads, rows, k), any strides. num_blocks: of the longest
     sequence; larger and negative numbers are in no bit. cu_seqlens_q: where the rows of all
     sequences are in one entry. On a GPU one launch on the current stream, which must be a stream of
-    that GPU, reads all of them when it runs; a replayed CUDA graph reads them again. Raises
-    NotImplementedError: there is no kernel for the device."""
+    that GPU, reads all of them when it runs. Raises NotImplementedError: as `Target.from_device`.
+    """
     made = empty_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
     if made.of_any.numel() == 0:
         return made
@@ -92,17 +91,13 @@ def empty_bits(
     return SelectionBits(of_rows, of_any, of_every)
 
 
+@cached_kernel("selected_bits")
 def compile_selected_bits(dtype: str, is_packed: bool, arch: str) -> Compiled:
-    """The compiled kernel, from the cache or built now. dtype: of the entries.
+    """The kernel. dtype: of the entries.
 
     `function` takes, by position: the entries, the three tensors of `SelectionBits`, tile_m, pack,
-    and cu_seqlens_q, None unless is_packed. Extents and strides are run-time values.
+    and cu_seqlens_q, None unless is_packed.
     """
-    facts = {"dtype": dtype, "is_packed": is_packed}
-    return by_names(KERNEL_NAME, facts, _build, arch)
-
-
-def _build(dtype: str, is_packed: bool, arch: str) -> Compiled:
     from flash_mask_cute.mask_prep.selected_bits_kernel import SelectedBits
 
     arguments = [
@@ -169,12 +164,9 @@ def union_lists(of_any: Tensor, length: int) -> UnionLists:
     return lists
 
 
+@cached_kernel("union_lists")
 def compile_union_lists(arch: str) -> Compiled:
-    """The compiled kernel. `function` takes the bits, and the tensors of `UnionLists`."""
-    return by_names("union_lists", {}, _build_lists, arch)
-
-
-def _build_lists(arch: str) -> Compiled:
+    """The kernel. `function` takes the bits, and the tensors of `UnionLists`."""
     from flash_mask_cute.mask_prep.selected_bits_kernel import UnionLists as Kernel
 
     arguments = [*(fake_tensors.strided(rank) for rank in (4, 2, 3)), fake_tensors.stream()]

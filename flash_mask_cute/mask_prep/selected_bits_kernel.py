@@ -2,8 +2,7 @@
 lists of the blocks of tiles.
 
 A warp that makes bits has the queries of a tile, and a word of 32 neighbouring blocks for each
-lane. Its lanes read the entries of a few queries at a time and set bits in shared memory, so
-neither the order of entries nor repetitions matter, and the result is the same in every run.
+lane. Its lanes set the bits of a few queries at a time in shared memory.
 """
 
 import operator
@@ -13,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from flash_mask_cute.core.warp_scan import WARP, running
+from flash_mask_cute.mask_prep.column_bounds_kernel import sequence_of_block
 
 NUM_THREADS = 128
 NUM_WARPS = NUM_THREADS // WARP
@@ -147,15 +147,7 @@ class SelectedBits:
         """The queries [first, end) of a tile; none if no sequence has this tile."""
         start, stop = Int32(0), num_rows
         if const_expr(mCuSeqlensQ is not None):
-            # the last sequence whose first tile is not after this one
-            found = Int32(0)
-            beyond = mCuSeqlensQ.shape[0] - 1
-            while found + 1 < beyond:
-                middle = (found + beyond) // 2
-                if mCuSeqlensQ[middle] * pack // tile_m + middle <= tile:
-                    found = middle
-                else:
-                    beyond = middle
+            found = sequence_of_block(tile, tile_m, mCuSeqlensQ, pack)
             start, stop = mCuSeqlensQ[found], cutlass.min(mCuSeqlensQ[found + 1], num_rows)
             tile -= start * pack // tile_m + found
         first = start + tile * tile_m // pack

@@ -398,11 +398,8 @@ def image_blocks(ids: Tensor, window: int | None = None) -> ColumnMask:
     of_tokens = token_rows("ids", ids)
     if window is not None:
         check_int("window", window)
-    seqlen, place = of_tokens.shape[1], _positions(of_tokens.shape[1], of_tokens.device)
-    later = of_tokens[:, 1:]
-    is_first, is_last = _edges((later != of_tokens[:, :-1]) | (later < 0), seqlen)
-    first = torch.where(is_first, place, 0).cummax(1).values
-    end = torch.where(is_last, place + 1, seqlen).flip(1).cummin(1).values.flip(1)
+    seqlen, later = of_tokens.shape[1], of_tokens[:, 1:]
+    first, end = _runs_of_tokens((later != of_tokens[:, :-1]) | (later < 0), seqlen)
     if window is None:
         hidden_from = torch.full_like(end, seqlen)
     else:
@@ -681,19 +678,18 @@ def _table(ends: Tensor, starts: Tensor, seqlen: int) -> Tensor:
     return torch.stack((F.pad(ends, (0, 1)), F.pad(starts, (0, 1), value=seqlen)), dim=-1)
 
 
-def _edges(starts_anew: Tensor, seqlen: int) -> list[Tensor]:
-    """Whether each token is the first, and the last, of a run, bool (batch, seqlen). starts_anew:
-    whether a run starts at token i + 1."""
-    return [F.pad(starts_anew, at, value=True)[:, :seqlen] for at in ((1, 0), (0, 1))]
+def _runs_of_tokens(starts_anew: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
+    """The first token and the end of each token's run, (batch, seqlen). starts_anew: whether a run
+    starts at token i + 1."""
+    positions = _positions(seqlen, starts_anew.device)
+    is_first, is_last = (F.pad(starts_anew, at, value=True)[:, :seqlen] for at in ((1, 0), (0, 1)))
+    end = torch.where(is_last, positions + 1, seqlen).flip(1).cummin(1).values.flip(1)
+    return torch.where(is_first, positions, 0).cummax(1).values, end
 
 
 def _from_starts(starts_anew: Tensor, seqlen: int, is_causal: bool) -> ColumnMask:
-    """starts_anew: as in `_edges`."""
-    positions = _positions(seqlen, starts_anew.device)
-    is_first, is_last = _edges(starts_anew, seqlen)
-    ends = torch.where(is_last, positions + 1, seqlen).flip(1).cummin(1).values.flip(1)
-    if is_causal:
-        return _self_attention(ends[:, None, :, None].int(), causal=True, documents=True)
-    starts = torch.where(is_first, positions, 0).cummax(1).values
-    indices = torch.stack((ends, starts), dim=-1)[:, None].int()
-    return _self_attention(indices, causal=False, documents=True)
+    """starts_anew: as in `_runs_of_tokens`."""
+    starts, ends = _runs_of_tokens(starts_anew, seqlen)
+    vectors = (ends,) if is_causal else (ends, starts)
+    indices = torch.stack(vectors, dim=-1)[:, None].int()
+    return _self_attention(indices, causal=is_causal, documents=True)

@@ -7,22 +7,22 @@ every layer and every call that uses it shares them.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.limits import MAX_POSITION
-from flash_mask_cute.mask_prep.column_bounds import bounds_by_torch, num_key_blocks
+from flash_mask_cute.mask_prep.column_bounds import fill_bounds, num_key_blocks
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
+from flash_mask_cute.masks.builder_arguments import check_bool
 from flash_mask_cute.masks.runs import MAX_INT32, fit_vectors, hidden_runs, in_form
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.runtime.checks import INTS
-from flash_mask_cute.runtime.plain_tensors import check_plain
+from flash_mask_cute.runtime.plain_tensors import check_plain, outside_inference_mode
 
 NUM_VECTORS = (1, 2, 4)
 ANY: Literal["any"] = "any"
@@ -31,23 +31,6 @@ _SAVED = "startend_row_indices", "causal", "documents", "seqlen_q", "one_sequenc
 
 Versions: TypeAlias = tuple[int, int]
 """Of startend_row_indices and cu_seqlens_k, as torch counts their changes."""
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-
-def _outside_inference_mode(
-    function: Callable[_Parameters, _Result],
-) -> Callable[_Parameters, _Result]:
-    """Run the function outside inference mode, so that its tensors can be written again later."""
-
-    @functools.wraps(function)
-    def call(*args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **keywords)
-        with torch.inference_mode(False):
-            return function(*args, **keywords)
-
-    return call
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,12 +102,10 @@ class ColumnMask:
                 "startend_row_indices must be an int32 tensor or a ColumnMask, got "
                 f"{type(indices).__name__}"
             )
-        if not isinstance(self.causal, bool):
-            raise TypeError(f"causal={self.causal!r} is not a bool")
+        check_bool("causal", self.causal)
         if not (self.documents is None or isinstance(self.documents, bool)):
             raise TypeError(f"documents={self.documents!r} is not a bool or None")
-        if not isinstance(self.one_sequence, bool):
-            raise TypeError(f"one_sequence={self.one_sequence!r} is not a bool")
+        check_bool("one_sequence", self.one_sequence)
         if indices.dtype != torch.int32:
             hint = ""
             if indices.dtype == torch.bool:
@@ -387,14 +368,10 @@ class ColumnMask:
             tile_n + num_sequences` entries in all; unused entries hold anything.
 
         The tensor is kept: the next call with the same tile_n (and the same cu_seqlens_k) returns
-        it again, after one comparison on the host. If torch has recorded an in-place change of
-        startend_row_indices or cu_seqlens_k since, the values are computed again first. They are
-        always computed again if one of the two was made in inference mode, because torch records
-        none of its changes. Other changes that torch does not record (through `.data` or numpy, by
-        a collective of torch.distributed, in a replayed graph) need `refresh()`.
-
-        Everything runs on the current stream without waiting, in one launch. A call captured into a
-        CUDA graph captures the launch only if the bounds do not exist yet.
+        it again. If torch has recorded an in-place change of startend_row_indices or cu_seqlens_k
+        since, the values are computed again first. Changes that torch does not record (through
+        `.data` or numpy, by a collective of torch.distributed, in a replayed graph) need
+        `refresh()`. Everything runs on the current stream without waiting, in one launch.
 
         Raises:
             TypeError, ValueError: an argument is unusable, such as a tensor subclass.
@@ -451,7 +428,7 @@ class ColumnMask:
                 cu_seqlens_k = None if kept.cu_seqlens_k is None else kept.cu_seqlens_k()
                 self._compute(kept, cu_seqlens_k, self._versions(cu_seqlens_k))
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def _allocate_documents(self, batch: int) -> _Found:
         if batch < 1:
             raise ValueError(f"batch={batch} is not positive")
@@ -470,14 +447,14 @@ class ColumnMask:
         mask._bounds[BOUNDS_TILE, id(split.cu_seqlens)] = bounds
         return _Found(split, Documents(split.cu_seqlens, mask), bounds)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def _find_documents(self, kept: _Found) -> None:
         kept.split.fill(self.startend_row_indices, self.causal)
         cu_seqlens, mask = kept.documents
         # so that bounds of them for other tiles are computed again
         for tensor in (cu_seqlens, mask.startend_row_indices):
             torch.autograd.graph.increment_version(tensor)
-        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if not self._is_captured():
             kept.version = _version(self.startend_row_indices)
             kept.bounds.versions = mask._versions(cu_seqlens)
 
@@ -487,7 +464,7 @@ class ColumnMask:
         of_lengths = 0 if cu_seqlens_k is None else _version(cu_seqlens_k)
         return None if of_indices is None or of_lengths is None else (of_indices, of_lengths)
 
-    @_outside_inference_mode
+    @outside_inference_mode
     def _allocate(self, tile_n: int, cu_seqlens_k: Tensor | None) -> _Bounds:
         if tile_n <= 0:
             raise ValueError(f"tile_n={tile_n} is not positive")
@@ -524,27 +501,18 @@ class ColumnMask:
                 "cu_seqlens_k it is (1, heads_mask, total_k, n)"
             )
 
-    @_outside_inference_mode
+    def _is_captured(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @outside_inference_mode
     def _compute(
         self, kept: _Bounds, cu_seqlens_k: Tensor | None, versions: Versions | None
     ) -> None:
         is_used = cu_seqlens_k is None or len(cu_seqlens_k) > 1
         if is_used and kept.values.numel() and self.startend_row_indices.numel():
-            if self.device.type == "cuda":
-                from flash_mask_cute.mask_prep.column_bounds import launch_bounds
-
-                launch_bounds(self.startend_row_indices, kept.values, kept.tile_n, cu_seqlens_k)
-                if torch.cuda.is_current_stream_capturing():
-                    return  # nothing is computed before the graph runs
-            else:
-                kept.values.copy_(
-                    bounds_by_torch(
-                        self.startend_row_indices,
-                        kept.tile_n,
-                        cu_seqlens_k,
-                        num_blocks=kept.values.shape[3],
-                    )
-                )
+            fill_bounds(self.startend_row_indices, kept.values, kept.tile_n, cu_seqlens_k)
+            if self._is_captured():
+                return  # nothing is computed before the graph runs
         kept.versions = versions
 
 

@@ -55,9 +55,8 @@ def mask_of_rows(rows: Rows, seqlens: tuple[int, int], agrees: Tensor | None = N
 
 
 def _are_apart(rows: Rows, is_empty: Tensor, seqlen: int) -> Tensor:
-    """Whether there are documents, whatever the function says of them: a token from which on
-    queries see no key before it, nor queries before it a key from it on, and keys of both sides are
-    seen."""
+    """Whether there are documents: a token from which on queries see no key before it, nor queries
+    before it a key from it on, and keys of both sides are seen."""
     seen_before = rows.high.where(~is_empty, 0).cummax(-1).values[..., :-1]
     seen_behind = rows.low.where(~is_empty, seqlen).flip(-1).cummin(-1).values.flip(-1)[..., 1:]
     begin = torch.arange(1, seqlen, device=rows.low.device)
@@ -119,25 +118,17 @@ def from_mask_mod(
     check_int("seqlen_q", seqlen_q)
     check_int("seqlen_k", seqlen_k)
     check_int("batch", batch, at_least=1)
-    at = None if device is None else torch.empty(0, device=device).device
-    return _mask_of_mod(mask_mod, (seqlen_q, seqlen_k), batch, at)
-
-
-def _mask_of_mod(
-    mask_mod: Callable[..., Any],
-    seqlens: tuple[int, int],
-    batch: int,
-    device: torch.device | None,
-) -> ColumnMask | None:
     from flash_mask_cute.lowering.lower import lower_mod
     from flash_mask_cute.lowering.trace import name_of
 
+    place = None if device is None else torch.empty(0, device=device).device
+    seqlens = seqlen_q, seqlen_k
     check_torch_mod(mask_mod, "mask_mod")
-    lowered = lower_mod(mask_mod, "mask_mod", device)
+    lowered = lower_mod(mask_mod, "mask_mod", place)
     made = mask_without_contents(lowered, seqlens, batch)
     columns = lowered.columns
     if made is not None or columns is None:
-        return made if made is None else _moved(made, device or torch.get_default_device())
+        return made if made is None else _moved(made, place or torch.get_default_device())
     if not columns.captured:
         return None
     if is_capturing():
@@ -145,7 +136,7 @@ def _mask_of_mod(
             f"mask_mod {name_of(mask_mod)} reads tensors, and from_mask_mod waits for their "
             "contents, which the capture of a CUDA graph does not allow: make the mask before"
         )
-    at = device or next((x.device for x in columns.captured if x.dim()), columns.captured[0].device)
+    at = place or next((x.device for x in columns.captured if x.dim()), columns.captured[0].device)
     with torch.inference_mode(False):
         rows = columns.rows(seqlens, batch, at)
         if rows is None:
@@ -157,7 +148,7 @@ def _mask_of_mod(
         if not is_inside:
             raise ValueError(
                 f"mask_mod {name_of(mask_mod)} reads outside {_table(columns, read)}: it does not "
-                f"fit seqlen_q={seqlens[0]}, seqlen_k={seqlens[1]}, batch={batch}"
+                f"fit seqlen_q={seqlen_q}, seqlen_k={seqlen_k}, batch={batch}"
             )
     return found.mask
 

@@ -70,12 +70,8 @@ class QStart(NamedTuple):
         return {"q_start": kind, "has_lists": False, "has_full_lists": False}
 
     def operand(self) -> int | None:
-        """The operand of a kernel, which for EACH is the tensor instead."""
+        """The operand of a kernel or an operator, which for EACH is the tensor instead."""
         return AT_END if self.kind == END else self.number
-
-    def encoded(self) -> int | None:
-        """As the number that an operator takes, which for EACH has the tensor beside it."""
-        return self.operand()
 
     @staticmethod
     def from_operator(number: int | None, q_starts: Tensor | None) -> QStart:
@@ -127,11 +123,7 @@ def split_q_start(q_start: QStartArgument) -> tuple[Tensor | None, QStart]:
 
 
 def check_position(position: Any, where: str) -> None:
-    """Refuse what is no position. where: in what it was given.
-
-    Raises:
-        ValueError: it is too far from 0.
-    """
+    """Raise ValueError for a position too far from 0. where: in what it was given."""
     if not -MAX_POSITION < position < MAX_POSITION:
         raise ValueError(
             f"q_start must be above {-MAX_POSITION} and below {MAX_POSITION} {where}, got "

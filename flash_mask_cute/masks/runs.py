@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_mask_cute.mask_prep.documents import filled
 from flash_mask_cute.rules.intervals import Intervals
 
 Runs: TypeAlias = tuple[Tensor, Tensor]
@@ -34,24 +35,19 @@ def hidden_runs(masks: list[tuple[Tensor, bool]], num_rows: int) -> HiddenRuns:
     masks: startend_row_indices of one shape but for n, and whether it is causal. What causal
     masking hides in addition does not count.
     """
-    ranges: list[Runs] = []
+    edges: list[Tensor] = []
     for indices, causal in masks:
         values = indices.unbind(3)
-        for start, end in Intervals(len(values), causal).hidden_rows(values, num_rows):
-            filled = values[0]
-            ranges.append(
-                tuple(  # type: ignore[arg-type]
-                    (x if isinstance(x, Tensor) else torch.full_like(filled, x)).clamp(0, num_rows)
-                    for x in (start, end)
-                )
-            )
-    starts, ends = (torch.stack(side, dim=-1) for side in zip(*ranges, strict=True))
+        for start_end in Intervals(len(values), causal).hidden_rows(values, num_rows):
+            edges += (filled(x, values[0]) for x in start_end)
+    edges = [x.clamp(0, num_rows) for x in edges]
+    starts, ends = torch.stack(edges[::2], dim=-1), torch.stack(edges[1::2], dim=-1)
     # empty ranges go last, and end nowhere
     is_empty = starts >= ends
     starts, order = starts.masked_fill(is_empty, num_rows).sort(dim=-1)
     # the largest end up to each range
     ends = ends.masked_fill(is_empty, 0).gather(-1, order).cummax(dim=-1).values
-    before = torch.nn.functional.pad(ends, (1, 0), value=-1)[..., :-1]
+    before = F.pad(ends, (1, 0), value=-1)[..., :-1]
     is_new = (starts > before) & (ends > starts)
     num_runs = is_new.sum(-1)
     # one that follows another run at once belongs to it
@@ -140,5 +136,4 @@ def in_form(indices: Tensor, causal: bool, num_vectors: int, num_rows: int) -> T
     edges = [x for start_end in hidden for x in start_end]
     # an empty range hides nothing
     edges += [num_rows, 0] * (num_vectors // 2 - len(hidden))
-    full = (x if isinstance(x, Tensor) else torch.full_like(values[0], x) for x in edges)
-    return torch.stack(list(full), dim=-1)
+    return torch.stack([filled(x, values[0]) for x in edges], dim=-1)

@@ -66,12 +66,7 @@ class SelectedBlocks(NamedTuple):
 
 
 def check_form(selected: SelectedBlocks, device: torch.device) -> None:
-    """Checks that need no extents of the problem.
-
-    Raises:
-        TypeError: indices is no tensor of int32 or int64, or block_size no int.
-        ValueError: block_size is another number, or indices is on another device than q.
-    """
+    """Checks that need no extents of the problem. Raises TypeError, ValueError."""
     indices, block_size = selected
     name = f"indices of {_NAME}"
     check_tensor(name, indices)
@@ -88,12 +83,9 @@ def check_form(selected: SelectedBlocks, device: torch.device) -> None:
 
 
 def check_rows(selected: SelectedBlocks, shapes: Any, is_packed: bool) -> None:
-    """Check indices of a checked form against the extents of a problem (`FwdShapes`).
+    """Check the shape of indices against the extents of a problem (`FwdShapes`). Raises ValueError.
 
     is_packed: cu_seqlens_q is given. Values are not checked: what does not exist is never read.
-
-    Raises:
-        ValueError: the shape is another one.
     """
     shape, name = tuple(selected.indices.shape), f"indices of {_NAME}"
     heads = sorted({1, shapes.heads_kv, shapes.heads_q})

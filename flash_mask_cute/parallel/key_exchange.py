@@ -22,7 +22,6 @@ class Shard(NamedTuple):
         return Shard(*map(chosen.of, self))
 
     def elements(self, count: int) -> int:
-        """How many elements so many rows have."""
         return sum(shape.numel() for shape in self.shapes(count))
 
     def shapes(self, count: int) -> list[torch.Size]:
@@ -58,7 +57,7 @@ class KeyMessages:
     def send_gradients(self, of_ranks: dict[int, Shard], step: int | None = None) -> Arriving:
         """Start to send gradients of keys of other ranks, and to receive those of the own keys."""
         targets, sources = self._partners(None if step is None else -step)
-        counts = {r: self._routes.sends[r].count for r in sources}
+        counts = {r: len(self._routes.sends[r].index) for r in sources}
         return self._start({r: of_ranks[r] for r in targets}, counts, "gradients of keys")
 
     def _partners(self, step: int | None) -> tuple[list[int], list[int]]:

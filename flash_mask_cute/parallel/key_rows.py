@@ -38,10 +38,6 @@ class KeyRows:
             ranges = ()
         return KeyRows(index, ranges, len(index) == len(is_chosen))
 
-    @property
-    def count(self) -> int:
-        return len(self.index)
-
     def of(self, x: Tensor) -> Tensor:
         """These rows of x; x itself if these are all of its rows."""
         return x if self.is_all else x.index_select(1, self.index)

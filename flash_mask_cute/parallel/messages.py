@@ -20,13 +20,7 @@ class Peers(NamedTuple):
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Peers:
-        """None: all processes.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialized.
-            TypeError: group is no process group.
-            ValueError: this process is not in the group.
-        """
+        """Raises RuntimeError, TypeError or ValueError as `context_parallel_attention` does."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "context_parallel_attention needs torch.distributed: call init_process_group first"
@@ -82,12 +76,8 @@ class Messages:
                 raise RuntimeError(self._failed(self._ranks)) from error
 
     def wait(self) -> dict[int, Tensor]:
-        """What was received, flat.
-
-        Raises:
-            RuntimeError: a rank failed, or did not answer within the timeout of the group; the
-                message names it.
-        """
+        """What was received, flat. Raises RuntimeError that names a rank which failed, or did not
+        answer within the timeout of the group."""
         # NCCL has one piece of work for all of them
         is_each = len(self._works) == len(self._ranks)
         for i, work in enumerate(self._works):

@@ -269,12 +269,8 @@ def visited_blocks(
 
 
 def check_plan_mask(name: str, mask: object, seqlen: int) -> None:
-    """Refuse what is no mask of self-attention over seqlen tokens.
-
-    Raises:
-        NotImplementedError: it is a function: a mask_mod.
-        TypeError, ValueError: it is something else, or of another length.
-    """
+    """Raise NotImplementedError for a mask_mod, and TypeError or ValueError for what is no mask of
+    self-attention over seqlen tokens."""
     if mask is None:
         return
     if not isinstance(mask, ColumnMask):

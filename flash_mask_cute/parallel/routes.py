@@ -37,11 +37,9 @@ class Settings(NamedTuple):
 class Routes:
     """Of one rank.
 
-    sends: for each rank, which of the own rows' keys it needs.
-    receives: how many keys come from each rank; of the own rank, how many of the own keys are
-    needed here, which are `sends[rank]`.
-    masks: for each rank the mask of the own rows over its keys; None if there are no such keys.
-    whole: the mask over all of them, one rank after the other.
+    sends: which of the own keys each rank needs, the own one too. receives: how many keys come from
+    each rank. masks: of the own rows over these keys, None if there are none. whole: over all of
+    them, in the order of ranks.
     """
 
     sends: tuple[KeyRows, ...]
@@ -59,11 +57,10 @@ _MOST_KEPT = 64
 def routes_of(
     mask: ColumnMask | None, band: Band, plan: Plan, rank: int, device: torch.device
 ) -> Routes:
-    """Found once for a mask and its contents; waits for the device then.
+    """Found once for a mask and its contents, with a wait for the device.
 
     Raises:
-        NotImplementedError: column intervals do not hold the mask together with causal masking and
-            the window.
+        NotImplementedError: column intervals cannot hold the mask together with the band.
     """
     version = version_of(mask)
     key = plan, rank, band, device, version

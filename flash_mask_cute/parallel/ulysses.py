@@ -5,6 +5,7 @@ The method of DeepSpeed Ulysses (Jacobs et al. 2023). Every mask works as on one
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,13 +73,7 @@ def _of_heads(mask: ColumnMask, rank: int, world: int) -> ColumnMask:
         return mask
     if heads % world:
         indices = indices.repeat_interleave(world // heads, 1)
-    return ColumnMask(
-        indices.chunk(world, 1)[rank],
-        mask.causal,
-        mask.documents,
-        mask.seqlen_q,
-        mask.one_sequence,
-    )
+    return replace(mask, startend_row_indices=indices.chunk(world, 1)[rank])
 
 
 class _Exchanged(torch.autograd.Function):

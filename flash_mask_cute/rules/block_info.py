@@ -6,8 +6,7 @@ the tiles of m_block is then query position (m_block * tile_m + r) // g, and the
 rows. Rows past the last query and keys past `seqlen_k` do not count as visible.
 
 All methods are undecorated arithmetic without a branch on a dynamic value. They run on Python ints
-and, traced, on `cutlass.Int32`, in any mixture. Build a `BlockInfo` inside the kernel, from Python
-constants and, for window sizes that vary at run time, Int32 values.
+and, traced, on `cutlass.Int32`, in any mixture. Build a `BlockInfo` inside the kernel.
 """
 
 from __future__ import annotations

@@ -102,13 +102,6 @@ class ForwardMask(MaskRules):
             end = cutlass.min(first + of_split, end)
         return work._replace(first_block=first, end_block=end)
 
-    def fixed_split(self, work: Work, num_heads: Int32, split_blocks: Int32) -> Work:
-        """One fixed split of a work tile (`core/fixed_splits.py`), of split_blocks key blocks;
-        head_idx counts the heads of all fixed splits."""
-        split_idx = work.head_idx // num_heads
-        work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
-        return self.within_fixed_split(work, split_idx, split_blocks)
-
     def has_blocks(self, work: Work) -> Boolean:
         assert work.first_block is not None and work.end_block is not None
         return work.first_block < work.end_block
@@ -285,8 +278,7 @@ class ForwardMask(MaskRules):
 
     @cute.jit
     def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """The words of a block's bits in this warp's share of a tile's rows, for
-        `MaskWarpRows.store`.
+        """The words of a block's bits for this warp's rows of a tile (`MaskWarpRows.store`).
 
         A lane holds a row of each group of 32. If a rule is about columns, it holds one of 32
         columns until its bits are transposed.

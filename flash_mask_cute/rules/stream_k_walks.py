@@ -28,12 +28,7 @@ from flash_mask_cute.core.stream_k import (
     partial_tile_of_first,
     partial_tile_of_later,
 )
-from flash_mask_cute.core.tile_scheduler import (
-    ScheduleParams,
-    TileScheduler,
-    WorkTile,
-    alternating_params,
-)
+from flash_mask_cute.core.tile_scheduler import TileScheduler, WorkTile, alternating_params
 from flash_mask_cute.core.walk_ring import WalkRing
 from flash_mask_cute.core.warp_scan import WARP, running
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
@@ -258,7 +253,9 @@ def send_any_fixed_splits(
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)
     while tile.is_valid:
         work = describe(tile, lengths, False)
-        work = rules.fixed_split(work, num_heads, split_blocks)
+        split_idx = work.head_idx // num_heads
+        work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
+        work = rules.within_fixed_split(work, split_idx, split_blocks)
         if rules.has_blocks(work):
             ring.write(entries, work)
             chunks = rules.send_walk(walk, chunks, work)
@@ -305,7 +302,9 @@ def schedule_forward(
         mirrored = late = None
         is_whole = kernel.split in (None, ONE_FIXED_SPLIT, SEQUENTIAL_SPLITS)
         if const_expr(last_first and is_whole and not varlen):
-            mirrored = _has_few_tiles(params)
+            num_ctas, _, _ = cute.arch.grid_dim()
+            num_tiles = params.num_blocks * params.num_heads * params.num_batch
+            mirrored = num_tiles <= num_ctas * FEW_TILES
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         if alternating:
             params = alternating_params(params)
@@ -325,9 +324,3 @@ def schedule_forward(
         else:
             num_splits = None if partials is None else partials.num_splits
             send_walks(scheduler, rules, lengths, *rings, claims_late=late, num_splits=num_splits)
-
-
-def _has_few_tiles(params: ScheduleParams) -> Boolean:
-    """Whether work tiles are so few that, if unequal, it matters which CTA gets which."""
-    num_ctas, _, _ = cute.arch.grid_dim()
-    return params.num_blocks * params.num_heads * params.num_batch <= num_ctas * FEW_TILES

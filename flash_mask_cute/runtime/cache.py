@@ -1,27 +1,14 @@
 """Compile cache: the kernels used last per process, one directory per user.
 
-A compiled kernel is found by an identity, not by a file name. The identity consists of the caller's
-key (everything that changes the generated code), the architecture, the option string, this
-package's sources, the versions of the compiler, and the environment variables that affect it. Its
-canonical JSON text is hashed for the file names and stored beside the object file, so a loaded
-entry is compared with the request.
+docs/host.md says what identifies a kernel, where entries are, and who may own them. The canonical
+JSON text of the identity is hashed for the file names and stored beside the object file, so a
+loaded entry is compared with the request.
 
     <directory>/v1/<name>-<sha256>.o      object file with one TVM-FFI function
     <directory>/v1/<name>-<sha256>.json   identity, checksum of the .o, the builder's meta facts
     <directory>/v1/<name>-<sha256>.lock   there only while a process compiles this entry
 
-The directory is $FLASH_MASK_CUTE_CACHE_DIR, else $XDG_CACHE_HOME/flash_mask_cute, else
-~/.cache/flash_mask_cute. "0" or "off" turns the disk part off.
-
-Object files are code: the v1 folder must belong to the calling user and be writable by nobody else,
-and so must the entries. The directory above it may belong to root, and others may write there if
-its sticky bit is set, as in /tmp. What is loaded are the very bytes that were checked.
-
-The disk is not used where the sources are unknown (`runtime/sources.py`): without source files, or
-after these have changed beside the process.
-
-A disk problem never fails a call: the kernel is compiled, not stored, and one warning gives the
-reason. Importing this module imports neither cutlass nor torch.
+Importing this module imports neither cutlass nor torch.
 """
 
 from __future__ import annotations
@@ -73,9 +60,8 @@ _NEUTRAL_DSL_VARIABLES = re.compile(
 class Compiled(NamedTuple):
     """A compiled kernel.
 
-    function takes positional arguments only. A builder returns the object that `cute.compile` made
-    with the option --enable-tvm-ffi, which needs no engine to run in. The cache returns the
-    function loaded from the exported object file, which has half the call overhead.
+    function takes positional arguments only. That of a builder is what `cute.compile` made with
+    --enable-tvm-ffi. That of the cache is loaded from the object file, and called in half the time.
     meta holds JSON values about the generated code, such as registers, smem bytes and spills.
     """
 
@@ -119,33 +105,25 @@ class CompileCache:
     def get(
         self,
         name: str,
-        key: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        key: Callable[[], Mapping[str, Any]],
         build: Callable[[], Compiled],
         *,
         arch: str,
         options: str,
-        token: Hashable | None = None,
+        token: Hashable,
     ) -> Compiled:
         """Return the kernel of `key`: from memory, else from disk, else from `build()`.
 
-        Args: name: short name of the kernel kind, letters, digits, - and _; begins the file names.
-        key: JSON-able mapping of everything that changes the generated code, or a function that
-        makes it, called only on a miss if `token` is given. build: compiles the kernel. It runs
-        under `compile_lock()`, at most once per key among all processes that share the directory;
-        its exceptions reach the caller. arch: target architecture, such as "sm_90a". options: the
-        option string given to the compiler. token: a hashable equivalent of `key`. With it a hit
-        costs one dictionary look-up; without it the key is written as JSON on each call. Raises
-        TypeError, ValueError: `key` holds something that JSON cannot express."""
-        if token is None:
-            key = key() if callable(key) else key
-            token = _canonical(key)
+        name: letters, digits, - and _, which file names begin with. key: makes a mapping of
+        everything that changes the generated code; called on a miss. build: runs under
+        `compile_lock()`, at most once per key among all processes that share the directory; its
+        exceptions reach the caller. options: of the compiler. token: a hashable equivalent of the
+        key. Raises TypeError, ValueError: the key has something that JSON cannot express."""
         memory_key = (name, arch, options, token)
         found = self._memory.get(memory_key)
         if found is not None:
             return found
-        return self._miss(
-            memory_key, name, key() if callable(key) else key, build, arch=arch, options=options
-        )
+        return self._miss(memory_key, lambda: self._entry(name, key(), arch, options), build)
 
     def clear_memory(self) -> None:
         """Forget the kernels of this process; the entries on disk stay."""
@@ -172,14 +150,10 @@ class CompileCache:
     def _miss(
         self,
         memory_key: Hashable,
-        name: str,
-        key: Mapping[str, Any],
+        entry_of: Callable[[], _Entry | None],
         build: Callable[[], Compiled],
-        *,
-        arch: str,
-        options: str,
     ) -> Compiled:
-        entry = self._entry(name, key, arch, options)
+        entry = entry_of()
         deadline = time.monotonic() + self._lock_timeout_s
         while True:
             # Not held while another process compiles: other threads may go on meanwhile.
@@ -253,7 +227,7 @@ class CompileCache:
         return Path(value).expanduser() if value else _default_root()
 
     def _folder(self) -> Path | None:
-        """Return the folder of the entries, made if necessary; None if the disk is not used."""
+        """The folder of the entries, made if necessary; None if the disk is not used."""
         try:
             root = self._root()
             if root is None:
@@ -349,10 +323,10 @@ class _Entry:
             part_sidecar.unlink(missing_ok=True)
 
     def try_lock(self) -> int | None:
-        """Return a file descriptor that holds the lock of this entry, None while another has it.
+        """A file descriptor that holds the lock of this entry; None while another has it.
 
-        The holder deletes the file before it releases the lock, so lock files do not accumulate. A
-        process that then gets the lock of a deleted file has locked nothing, and tries again.
+        The holder deletes the file before it releases the lock. A process that then gets the lock
+        of a deleted file has locked nothing, and tries again.
         """
         while True:
             descriptor = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -190,16 +190,11 @@ def check_shaped(
     check_device(name, tensor, q.device)
 
 
-def check_apart(name: str, tensor: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]) -> None:
-    """Check that no element of an output is in memory of an input: writing it would change the
-    result. Slices of one buffer may alternate. inputs: None is none."""
-    check_outputs_apart({name: tensor}, inputs)
-
-
 def check_outputs_apart(
     outputs: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """`check_apart` of each output, also from the outputs before it; None: not given."""
+    """Check that no element of an output is in memory of an input, or of an output before it:
+    writing it would change the result. Slices of one buffer may alternate. None: not given."""
     others = {x: (given, *span_of(given)) for x, given in inputs.items() if given is not None}
     for name, tensor in outputs.items():
         if tensor is None:

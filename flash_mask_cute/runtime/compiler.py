@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import io
 import re
 import sys
@@ -66,30 +68,33 @@ def by_facts(
     )
 
 
-def by_names(
-    name: str,
-    facts: dict[str, Any],
-    build: Callable[..., Compiled],
-    arch: str,
-    cache: CompileCache = CACHE,
-) -> Compiled:
-    """The kernel `name` that these facts and an architecture determine, from the cache or built now
-    by `build(*facts, arch)`."""
-    values = tuple(facts.values())
-    return cache.get(
-        name,
-        lambda: facts,
-        lambda: build(*values, arch),
-        arch=arch,
-        options=options_for(arch),
-        token=values,
-    )
+def cached_kernel(name: str) -> Callable[[Callable[..., Compiled]], Callable[..., Compiled]]:
+    """Decorator of a function that builds the kernel `name` from facts and, as its last argument,
+    an architecture. It then takes the kernel from the cache, or builds it."""
+
+    def decorate(build: Callable[..., Compiled]) -> Callable[..., Compiled]:
+        *names, _ = inspect.signature(build).parameters
+
+        @functools.wraps(build)
+        def find(*arguments: Any, cache: CompileCache = CACHE) -> Compiled:
+            *facts, arch = arguments
+            return cache.get(
+                name,
+                lambda: dict(zip(names, facts, strict=True)),
+                lambda: build(*arguments),
+                arch=arch,
+                options=options_for(arch),
+                token=tuple(facts),
+            )
+
+        return find
+
+    return decorate
 
 
 def compile_object(kernel: Any, arguments: list[Any], options: str, **meta: Any) -> Compiled:
-    """Compile a kernel object now, for stand-ins of its arguments.
+    """Compile a kernel object now, for stand-ins of its arguments. The function is to be exported.
 
-    The function only serves for export; it can be called after a `CompileCache` has loaded it.
     `meta` contains, besides the given entries: registers, spill_bytes (stores and loads; either is
     None if ptxas reported nothing), and warnings, the remarks of ptxas about lost performance.
     """
@@ -128,11 +133,8 @@ class _OwnStreams:
 def compiler_streams(stderr: io.StringIO | None = None) -> Iterator[None]:
     """Give the compiler a `sys` of its own in the context, under `compile_lock()`.
 
-    The compiler replaces sys.stdout and sys.stderr by buffers while it runs its passes. Lines that
-    other threads print meanwhile would be late, or lost if the compilation fails, and a child
-    forked meanwhile would print into the buffers.
-
-    stderr: gets what the compiler writes to sys.stderr, such as the remarks of ptxas.
+    The compiler replaces sys.stdout and sys.stderr by buffers while it runs its passes, where lines
+    of other threads and of forked children would go. stderr: gets what it writes to sys.stderr.
     """
     from cutlass.base_dsl import compiler, dsl
 

@@ -1,6 +1,4 @@
-"""`torch.compiler.assume_constant_result` without the import of torch._dynamo, how callables are
-handed over to such functions, and what else Dynamo knows of a value.
-"""
+"""Functions that Dynamo calls while it traces, and callables as their arguments."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ _HANDS_OBJECTS = VERSION >= "2.12"
 def assume_constant_result(function: _Function) -> _Function:
     """Decorator: torch.compile calls the function while tracing, and keeps the result.
 
-    torch's decorator of this name sets one attribute of the function, which Dynamo reads when it
-    traces a call. But it first imports torch._dynamo, which takes seconds that a program without
-    torch.compile need not wait. A test compares the attribute with torch's.
+    torch's decorator of this name sets the same attribute, but imports torch._dynamo for seconds.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -35,10 +31,10 @@ def assume_constant_result(function: _Function) -> _Function:
 
 def as_constants(mod: Any) -> tuple[Any, Any]:
     """A callable as the arguments that Dynamo can hand over to a marked function: a function and
-    what stands for the object whose method it is, or None and what stands for a callable object.
+    the object whose method it is, or None and a callable object.
 
-    Dynamo hands over the parts of a method, but not the method. Before torch 2.12 it does not hand
-    over objects either. But it traces id() of them, and then guards which objects they are.
+    Before torch 2.12 Dynamo does not hand over objects. But it traces id() of them, which stands
+    for them, and then guards which objects they are.
     """
     if isinstance(mod, types.MethodType):
         return mod.__func__, mod.__self__ if _HANDS_OBJECTS else id(mod.__self__)

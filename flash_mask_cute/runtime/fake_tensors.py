@@ -5,22 +5,13 @@ Extents and strides are symbols, so no fact about a particular call can enter th
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from flash_mask_cute.limits import STRIDE_STEP
 from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES
 
 BASE_ALIGNMENT = 16  # bytes
-
-
-class HasWindow(Protocol):
-    """A problem with fields for the sides of a window."""
-
-    @property
-    def has_window_left(self) -> bool: ...
-
-    @property
-    def has_window_right(self) -> bool: ...
 
 
 def cutlass_dtype(name: str) -> Any:
@@ -30,120 +21,92 @@ def cutlass_dtype(name: str) -> Any:
     return getattr(cutlass, CUTLASS_NAMES[name])
 
 
-def extents(rank: int) -> tuple[Any, ...]:
-    import cutlass.cute as cute
+def tensor(
+    name: str,
+    shape: Sequence[Any],
+    strides: Sequence[Any],
+    align: int | None = None,
+    *,
+    step: int = 1,
+    on_host: bool = False,
+) -> Any:
+    """A tensor of a torch dtype. None is any extent, or any stride that is a multiple of `step`.
 
-    return tuple(cute.sym_int() for _ in range(rank))
-
-
-def operand(name: str, rank: int, dim: int) -> Any:
-    """A tensor of rows of `dim` elements, with any strides that TMA allows."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    dtype = cutlass_dtype(name)
-    step = BASE_ALIGNMENT if dtype.width == 8 else STRIDE_STEP
-    strides = tuple(cute.sym_int64(divisibility=step) for _ in range(rank - 1))
-    return make_fake_tensor(
-        dtype,
-        (*extents(rank - 1), dim),
-        (*strides, 1),
-        assumed_align=BASE_ALIGNMENT,
-    )
-
-
-def byte_rows(rank: int) -> Any:
-    """A tensor of rows of bytes that begin at multiples of 16 bytes."""
+    align: bytes, by default those of an element. on_host: in memory of the CPU.
+    """
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor
 
-    strides = tuple(cute.sym_int64(divisibility=BASE_ALIGNMENT) for _ in range(rank - 1))
+    dtype, spaces = cutlass_dtype(name), cutlass.AddressSpace
     return make_fake_tensor(
-        cutlass.Uint8, extents(rank), (*strides, 1), assumed_align=BASE_ALIGNMENT
+        dtype,
+        tuple(cute.sym_int() if n is None else n for n in shape),
+        tuple(cute.sym_int64(divisibility=step) if n is None else n for n in strides),
+        memspace=spaces.generic if on_host else spaces.gmem,
+        # a Boolean has one bit, and a byte in memory
+        assumed_align=align or max(dtype.width // 8, 1),
     )
+
+
+def operand(name: str, rank: int, dim: int) -> Any:
+    """A tensor of rows of `dim` elements, with any strides that TMA allows."""
+    step = BASE_ALIGNMENT if cutlass_dtype(name).width == 8 else STRIDE_STEP
+    outer = [None] * (rank - 1)
+    return tensor(name, (*outer, dim), (*outer, 1), BASE_ALIGNMENT, step=step)
+
+
+def byte_rows(rank: int) -> Any:
+    """A tensor of rows of bytes that begin at multiples of 16 bytes."""
+    strides = *[None] * (rank - 1), 1
+    return tensor("uint8", [None] * rank, strides, BASE_ALIGNMENT, step=BASE_ALIGNMENT)
 
 
 def vector(name: str | None) -> Any:
     """A contiguous vector, or None."""
-    from cutlass.cute.runtime import make_fake_tensor
-
-    if name is None:
-        return None
-    dtype = cutlass_dtype(name)
-    return make_fake_tensor(dtype, extents(1), (1,), assumed_align=dtype.width // 8)
+    return None if name is None else tensor(name, (None,), (1,))
 
 
 def int32_vector(present: bool) -> Any:
     return vector("int32" if present else None)
 
 
-def strided(rank: int, name: str = "int32") -> Any:
+def strided(rank: int, name: str = "int32", *, on_host: bool = False) -> Any:
     """A tensor with any strides; torch does not define the last one for extents of 1."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    dtype = cutlass_dtype(name)
-    strides = tuple(cute.sym_int64() for _ in range(rank))
-    # a Boolean has one bit, and a byte in memory
-    align = max(dtype.width // 8, 1)
-    return make_fake_tensor(dtype, extents(rank), strides, assumed_align=align)
+    return tensor(name, [None] * rank, [None] * rank, on_host=on_host)
 
 
 def rows(name: str, rank: int) -> Any:
     """A tensor with contiguous rows."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    dtype = cutlass_dtype(name)
-    strides: Any = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
-    return make_fake_tensor(dtype, extents(rank), strides, assumed_align=dtype.width // 8)
+    return tensor(name, [None] * rank, (*[None] * (rank - 1), 1))
 
 
 def scratch(*inner: int) -> Any:
     """A contiguous fp32 tensor (heads, row blocks, *inner)."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
     strides = [1]
     for extent in reversed(inner):
         strides.insert(0, strides[0] * extent)
-    of_head = cute.sym_int64(divisibility=strides[0])
-    align = BASE_ALIGNMENT if inner else 4
-    return make_fake_tensor(
-        cutlass.Float32, (*extents(2), *inner), (of_head, *strides), assumed_align=align
-    )
+    align = BASE_ALIGNMENT if inner else None
+    return tensor("float32", (None, None, *inner), (None, *strides), align, step=strides[0])
 
 
 def vectors_of_threads() -> Any:
     """A contiguous fp32 tensor (CTAs, vectors, threads, 4)."""
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    of_cta, of_vector = (cute.sym_int64(divisibility=4) for _ in range(2))
-    return make_fake_tensor(
-        cutlass.Float32, (*extents(3), 4), (of_cta, of_vector, 4, 1), assumed_align=BASE_ALIGNMENT
-    )
+    strides = None, None, 4, 1
+    return tensor("float32", (None, None, None, 4), strides, BASE_ALIGNMENT, step=4)
 
 
-def window(problem: HasWindow) -> tuple[Any, Any]:
-    """window_left and window_right."""
+def int32(present: bool = True) -> Any:
+    """A number, or None."""
     import cutlass
 
-    left, right = problem.has_window_left, problem.has_window_right
-    return cutlass.Int32(0) if left else None, cutlass.Int32(0) if right else None
+    return cutlass.Int32(0) if present else None
 
 
 def q_start(kind: str | None) -> Any:
     """Positions of first queries: a number for all sequences, or a vector. kind: `q_start` of
     `AttentionProblem`."""
-    import cutlass
-
-    if kind is None:
-        return None
-    return cutlass.Int32(0) if kind == "number" else int32_vector(True)
+    return int32_vector(True) if kind == "each" else int32(kind is not None)
 
 
 def aux_tensors(aux: tuple[tuple[str, int], ...]) -> tuple[Any, ...] | None:
@@ -160,12 +123,10 @@ def selection_bits(entries: str | None, gathers: bool = False) -> tuple[Any, ...
     """The same of a choice, which has no full blocks, the bits of tiles of queries, and how many
     key tiles such a tile may have chosen. entries: their dtype, if they are given in place of
     bits. gathers: lists of blocks are given in place of bits of tiles."""
-    import cutlass
-
     of_tiles = (None, None) if entries or gathers else (strided(4), strided(4))
     lists = (strided(2), strided(3)) if gathers else ()
     of_rows = strided(4, entries or "int32"), None, *int32_pair()
-    return *of_rows, *of_tiles, cutlass.Int32(1), *lists
+    return *of_rows, *of_tiles, int32(), *lists
 
 
 def query_lists() -> tuple[Any, ...]:
@@ -175,16 +136,11 @@ def query_lists() -> tuple[Any, ...]:
 
 def counter() -> Any:
     """The two numbers of a tile scheduler."""
-    import cutlass
-    from cutlass.cute.runtime import make_fake_tensor
-
-    return make_fake_tensor(cutlass.Int32, (2,), (1,), assumed_align=4)
+    return tensor("int32", (2,), (1,))
 
 
 def int32_pair() -> tuple[Any, Any]:
-    import cutlass
-
-    return cutlass.Int32(0), cutlass.Int32(0)
+    return int32(), int32()
 
 
 def stream() -> Any:

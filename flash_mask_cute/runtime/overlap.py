@@ -1,10 +1,9 @@
 """Whether strided tensors have elements in the same memory, decided exactly.
 
-The offset of an element is a sum of strides. Stride d is in it from 0 to n_d - 1 times. So two
-tensors share an element if a certain number is such a sum of the strides of both. A search decides
-that, from the largest stride on. Strides of slices of one buffer are nested, and the search takes a
-few steps. It gives up after `_MOST_VISITS` steps, which only tensors reach that `as_strided` made
-with many strides where none is a multiple of another.
+The offset of an element is a sum of strides, with stride d in it 0 to n_d - 1 times. So two tensors
+share an element if a certain number is such a sum of the strides of both. A search decides that,
+from the largest stride on. It gives up after `_MOST_VISITS` steps, which takes a tensor of
+`as_strided` with many strides, none of them a multiple of another.
 """
 
 from __future__ import annotations

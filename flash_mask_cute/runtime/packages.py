@@ -39,7 +39,7 @@ def require_extra(package: str) -> None:
 
 
 def release_of_extra(package: str) -> str | None:
-    """The installed release of a library, None if there is none. It is not imported."""
+    """The installed release of a package, None if there is none. It is not imported."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,23 +1,25 @@
 """Check that tensors are memory whose address a kernel can be given.
 
-A subclass may hold no memory of its own (a wrapper of other tensors), or memory that stands for
-something else. torch hands operators to its `__torch_dispatch__`, which takes it apart; a kernel
-would read whatever lies at its address. Tensors of a transform (vmap, grad, jvp) are wrappers too,
-but have the type of plain ones.
+A subclass may hold no memory of its own, or memory that stands for something else. torch hands
+operators to its `__torch_dispatch__`; a kernel would read whatever lies at its address. Tensors of
+a transform (vmap, grad, jvp) are wrappers too, but have the type of plain ones.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 from types import CodeType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 PLAIN_TYPES: tuple[type, ...] = (Tensor, torch.nn.Parameter)
 
 
@@ -90,6 +92,22 @@ def kind_refused(check: Callable[..., None], *arguments: Any) -> NotPlainError |
     except NotPlainError as error:
         return error
     return None
+
+
+def outside_inference_mode(
+    function: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """Decorator: run the function outside inference mode, so that its tensors may be written again
+    later, and show their changes."""
+
+    @functools.wraps(function)
+    def call(*args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **keywords)
+        with torch.inference_mode(False):
+            return function(*args, **keywords)
+
+    return call
 
 
 def own_memory(tensor: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
-"""What all threads of the process share while it compiles or traces, and what a forked child makes
-of it.
+"""What all threads of the process share while it compiles or traces.
 
-A child has only the thread that forked. So what another thread holds or has changed for a while,
-nobody in the child would give back: this module does.
+A forked child has only the thread that forked. What others held or changed, this module gives back.
 """
 
 from __future__ import annotations
@@ -27,14 +25,12 @@ _says_builds = threading.local()
 
 
 def compile_lock() -> threading.RLock:
-    """The lock under which this process compiles. Two threads in `cute.compile` at once abort the
-    process. So code that compiles without a `CompileCache` takes this lock too."""
+    """The lock under which this process compiles: two threads in `cute.compile` abort it."""
     return _compile_lock
 
 
 def trace_lock() -> threading.RLock:
-    """The lock under which this process traces mods written in torch. A fork waits for it, because
-    tracing changes state of torch that the child would keep."""
+    """The lock under which this process traces mods written in torch. A fork waits for it."""
     return _trace_lock
 
 

@@ -13,17 +13,11 @@ INTERVAL_S = 1.0
 
 @contextlib.contextmanager
 def tells_progress(what: str, done: Callable[[], int], total: int) -> Iterator[None]:
-    """Context of long work: once a second a line on stderr shows how much of it is done.
-
-    Work shorter than a second writes nothing, and nothing is written if stderr is no terminal. The
-    line overwrites itself, and ends when the work ends.
+    """Context of long work: once a second a line on stderr shows how much of it is done, if stderr
+    is a terminal.
 
     what: names the work. done: returns how much of `total`, at least 1, is done. It is called from
     another thread, so the work must release Python's global interpreter lock.
-
-    Example:
-        >>> with tells_progress("compiling", lambda: len(finished), len(kernels)):
-        ...     compile_all(kernels, finished)
     """
     terminal = sys.stderr
     if terminal is None or not terminal.isatty():

@@ -14,18 +14,10 @@ class Recent(dict[K, V]):
 
     The dictionary itself has the newer entries. When they reach half of `most` they become the
     older ones, and what was older is forgotten. An older entry that is looked up is a newer one
-    again. So looking up what is in use costs no more than in a dict. Iteration, `in` and len()
-    know the newer entries only. Threads that store at once may lose an entry, and nothing else: so
-    no lock is needed, which a forked child could find taken.
+    again. Iteration, `in` and len() know the newer entries only. Threads that store at once may
+    lose an entry, and nothing else: so no lock is needed, which a forked child could find taken.
 
     weigh: how many entries an entry counts for, by its key.
-
-    Example:
-        >>> recent = Recent(2)
-        >>> for n in range(10):
-        ...     recent[n] = str(n)
-        >>> recent.get(9), recent.get(0)
-        ('9', None)
     """
 
     def __init__(self, most: int, weigh: Callable[[K], int] = lambda key: 1) -> None:
@@ -59,8 +51,3 @@ class Recent(dict[K, V]):
     def clear(self) -> None:
         super().clear()
         self._older, self._weight = {}, 0
-
-    @property
-    def held(self) -> int:
-        """The number of entries, newer and older."""
-        return len(self.keys() | self._older.keys())

@@ -1,9 +1,7 @@
 """Which code of this package the process runs, as a hash of its sources.
 
-The files are read when the package is imported, before any other module of it. Modules are imported
-later, on demand, and the compiler reads the text of a kernel when it compiles. So after an edit or
-an upgrade beside a live process nothing records which code a kernel was made of. `fingerprint`
-therefore looks at the files again whenever it is asked.
+The files are read when the package is imported. The compiler reads the text of a kernel when it
+compiles, which may have been edited meanwhile. So `fingerprint` looks at the files again.
 
 Importing this module imports neither cutlass nor torch, and takes 2 ms.
 """

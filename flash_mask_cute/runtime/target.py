@@ -26,11 +26,12 @@ class Target:
 
     @staticmethod
     def named(arch: str) -> Target:
-        """The usual device of an arch, for compiling without such a device. Raises ValueError:
-        there is no kernel for the arch."""
+        """The usual device of an arch, for compiling without such a device. Raises TypeError,
+        ValueError: there is no such arch."""
         known = dict(ARCHS.values())
-        if arch not in known:
-            raise ValueError(f"target must be one of {', '.join(known)}, got {arch!r}")
+        if not isinstance(arch, str) or arch not in known:
+            kind = ValueError if isinstance(arch, str) else TypeError
+            raise kind(f"target must be one of {', '.join(known)}, got {arch!r}")
         return Target(arch, known[arch])
 
     @staticmethod

@@ -16,17 +16,13 @@ def warn_once(topic: str, message: str) -> None:
     outside this package and torch on the stack."""
     if topic not in _given:
         _given.add(topic)
-        warnings.warn(message, UserWarning, stacklevel=_levels_to_caller())
+        levels = len(_frames_inside(sys._getframe())) + 1
+        warnings.warn(message, UserWarning, stacklevel=levels)
 
 
 def modules_on_stack() -> set[str]:
     """Names of the modules of this package and torch that were called, up to the user's line."""
     return {frame.f_globals["__name__"] for frame in _frames_inside(sys._getframe(1))}
-
-
-def _levels_to_caller() -> int:
-    """Stack levels from the calling function to the first outside of this package and torch."""
-    return len(_frames_inside(sys._getframe(1))) + 1
 
 
 def _frames_inside(frame: FrameType | None) -> list[FrameType]:

@@ -91,7 +91,8 @@ def _keys(
 
 def _halves(traits: BwdTraits, mma: cute.TiledMma, n: int, first: int) -> tuple[cute.Tensor, ...]:
     """P or dS in TMEM, of both halves of the queries."""
-    layout = blackwell.make_smem_layout_a(mma, (traits.rows, n, traits.queries), traits.dtype, 1)
+    shape = traits.cluster_tile_n, n, traits.queries
+    layout = blackwell.make_smem_layout_a(mma, shape, traits.dtype, 1)
     return tuple(
         umma.operand_a(mma, layout, traits.dtype, first + half * traits.half_step)
         for half in range(HALVES)
@@ -102,7 +103,7 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
     """`products` of a pair: layouts of operands as products see them, in TMA's bytes."""
     scores, of_dq = traits.mma_scores(), traits.mma_dq(traits.tile_d)
     by_d, by_dv = traits.mma_sums(traits.tile_d), traits.mma_sums(traits.tile_dv)
-    rows, keys = traits.rows, traits.cluster_tile_n
+    keys = traits.cluster_tile_n
     by_columns = storage.q_columns, storage.do_columns
     if traits.is_folded:
         by_columns = storage.q, storage.do
@@ -123,14 +124,14 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
 
     def probabilities(mma, n: int) -> tuple[cute.Tensor, ...]:
         if traits.is_folded:
-            shape = rows, n, traits.tile_m
+            shape = keys, n, traits.tile_m
             return (folded(mma, storage.p, shape)[None, None, None, 0],)
         return _halves(traits, mma, n, traits.column_s)
 
     def score_gradients(mma, n: int) -> tuple[cute.Tensor, ...]:
         if traits.is_folded:
             # behind dS of dQ, for which the keys of both CTAs have places
-            shape, of_dq = (rows, n, traits.tile_m), traits.rows_of_cta * keys
+            shape, of_dq = (keys, n, traits.tile_m), traits.rows_of_cta * keys
             return (folded(mma, storage.ds, shape, of_dq)[None, None, None, 0],)
         return _halves(traits, mma, n, traits.column_dp)
 
@@ -139,7 +140,7 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
             return folded(mma, storage.ds, (*dq_shape, keys))
         return operand_a(mma, memory_ds(traits, storage), *dq_shape, keys)
 
-    of_s, of_dp = (rows, traits.tile_m, traits.tile_d), (rows, traits.tile_m, traits.tile_dv)
+    of_s, of_dp = (keys, traits.tile_m, traits.tile_d), (keys, traits.tile_m, traits.tile_dv)
     dq_shape = traits.tile_m, traits.tile_d
     dq_k = operand_b(of_dq, storage.k_columns, *dq_shape, keys)
     return Products(
@@ -149,12 +150,12 @@ def pair_products(traits: BwdTraits, storage: Any) -> Products:
         dp=umma.accumulator(scores, of_dp[:2], traits.column_dp),
         dp_v=operand_a(scores, storage.v, *of_dp)[None, None, None, 0],
         dp_do=operand_b(scores, storage.do, *of_dp),
-        dv=umma.accumulator(by_dv, (rows, traits.tile_dv), traits.column_dv),
+        dv=umma.accumulator(by_dv, (keys, traits.tile_dv), traits.column_dv),
         p=probabilities(by_dv, traits.tile_dv),
-        dv_do=operand_b(by_dv, by_columns[1], rows, traits.tile_dv, traits.tile_m),
-        dk=umma.accumulator(by_d, (rows, traits.tile_d), traits.column_dk),
+        dv_do=operand_b(by_dv, by_columns[1], keys, traits.tile_dv, traits.tile_m),
+        dk=umma.accumulator(by_d, (keys, traits.tile_d), traits.column_dk),
         ds=score_gradients(by_d, traits.tile_d),
-        dk_q=operand_b(by_d, by_columns[0], rows, traits.tile_d, traits.tile_m),
+        dk_q=operand_b(by_d, by_columns[0], keys, traits.tile_d, traits.tile_m),
         dq=(PartOfDq(umma.accumulator(of_dq, dq_shape, traits.column_dq), dq_k),),
         dq_ds=score_gradients_of_dq(of_dq),
     )

@@ -1,8 +1,4 @@
-"""The mma warp of the Blackwell backward: its products, and the waits before them.
-
-Products complete in the order of their issue, so no wait is needed for the reads of earlier
-products.
-"""
+"""The mma warp of the Blackwell backward: its products, and the waits before them."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -12,7 +12,7 @@ from flash_mask_cute.core.walk_ring import Block
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm100 import umma
-from flash_mask_cute.sm100.flash_bwd_registers import Registers
+from flash_mask_cute.sm100.flash_bwd_registers import MOST_HELD, Registers
 from flash_mask_cute.sm100.flash_bwd_storage import BwdSmem, Channels, visit_walks
 from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits
 
@@ -35,7 +35,7 @@ class DqParts:
     def _stage_dq(self, work: Work, first: Int32, number: Int32, block: Block):
         """Move dQ of a block out of TMEM, part by part to the memory that the send warp adds."""
         traits, channels, parts = self.traits, self.channels, self.traits.parts_dq
-        held = traits.held_parts if const_expr(self.registers.holds_dq) else 0
+        held = traits.held_parts if const_expr(self.registers.reduce > MOST_HELD) else 0
         alternating = len(parts) - held
         # -- dQ of the block is complete: (tile_m queries, tile_d)
         channels.dq.wait(number)

@@ -19,11 +19,6 @@ class Registers(NamedTuple):
     reduce: int
 
     @property
-    def holds_dq(self) -> bool:
-        """Whether dQ of a block leaves TMEM at once (see `BwdTraits.held_parts`)."""
-        return self.reduce > MOST_HELD
-
-    @property
     def of_helpers(self) -> int:
         """Registers of a thread that loads, multiplies, schedules or sends."""
         taken = HALVES * self.compute + self.reduce + MASK_REGISTERS
@@ -31,7 +26,7 @@ class Registers(NamedTuple):
 
 
 REGISTERS = Registers(152, 96)
-# for a soft cap, and for lists beside intervals or in a fixed order, which would spill
+# for a soft cap, and for lists beside intervals or in a fixed order: with fewer they spill
 MORE_FOR_SCORES = Registers(176, 48)
 # for products that take operands of two CTAs, whose descriptors need more registers
 PAIR_REGISTERS = Registers(144, 96)

@@ -1,7 +1,4 @@
-"""The compute warps of the Blackwell backward: P and dS from a query block's S and dP.
-
-A thread has one key and half of the queries.
-"""
+"""The compute warps of the Blackwell backward: P and dS from a query block's S and dP."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

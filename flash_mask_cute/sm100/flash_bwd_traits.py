@@ -1,7 +1,4 @@
-"""Static facts of the Blackwell backward: tiles, TMEM, shared memory, warps and registers.
-
-Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made where they are needed.
-"""
+"""Static facts of the Blackwell backward: tiles, TMEM, shared memory, warps and registers."""
 
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
@@ -181,11 +178,6 @@ class BwdTraits:
             return rank * self.rows_of_cta + row
         box, in_box = row // self.box_rows, row % self.box_rows
         return (box * self.group.size + rank) * self.box_rows + in_box
-
-    @property
-    def rows(self) -> int:
-        """Rows of products with keys as rows, of all CTAs."""
-        return self.cluster_tile_n
 
     @property
     def columns_of_cta(self) -> int:
@@ -457,15 +449,15 @@ class BwdTraits:
 
     def mma_scores(self) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: keys by queries."""
-        majors, shape = (OperandMajorMode.K,) * 2, (self.rows, self.tile_m)
+        majors, shape = (OperandMajorMode.K,) * 2, (self.cluster_tile_n, self.tile_m)
         source = tcgen05.OperandSource.TMEM if self.holds_keys else tcgen05.OperandSource.SMEM
         return umma.make_mma(self.dtype, majors, self.group.kind, shape, source)
 
     def mma_sums(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: keys by n columns."""
-        majors = OperandMajorMode.K, OperandMajorMode.MN
+        majors, shape = (OperandMajorMode.K, OperandMajorMode.MN), (self.cluster_tile_n, n)
         source = tcgen05.OperandSource.SMEM if self.is_folded else tcgen05.OperandSource.TMEM
-        return umma.make_mma(self.dtype, majors, self.group.kind, (self.rows, n), source)
+        return umma.make_mma(self.dtype, majors, self.group.kind, shape, source)
 
     def mma_dq(self, n: int) -> cute.TiledMma:
         """dQ = dS K: queries by n columns."""

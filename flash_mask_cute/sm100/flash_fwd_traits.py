@@ -117,11 +117,7 @@ class SoftmaxState(NamedTuple):
 
 @dataclass(frozen=True)
 class FwdTraits(PackedHeads):
-    """Shape of one CTA's work. The fields are options of `FlashAttentionForwardSm100`.
-
-    stages_kv, stages_q: key blocks and query tiles in flight. packed_heads, heads_there: see
-    `PackedHeads`.
-    """
+    """Shape of one CTA's work, by options of `FlashAttentionForwardSm100` and `PackedHeads`."""
 
     dtype: type[cutlass.Numeric]
     head_dim: int
@@ -254,14 +250,11 @@ class FwdTraits(PackedHeads):
         return ROWS * self.columns_o * 2
 
     @property
-    def bytes_bits(self) -> int:
-        return self.tile_m * COLUMNS.num_words * 4
-
-    @property
     def _smem_without_spare_value(self) -> int:
         query_output = self.halves * self.stages_q * self.bytes_q + self.bytes_o
         keys_values = self.stages_kv * (self.bytes_k + self.bytes_v)
-        return query_output + keys_values + self.bytes_bits + SMEM_BOOKKEEPING
+        bits = self.tile_m * COLUMNS.num_words * 4
+        return query_output + keys_values + bits + SMEM_BOOKKEEPING
 
     @property
     def stages_v(self) -> int:

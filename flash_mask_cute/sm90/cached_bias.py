@@ -1,10 +1,9 @@
 """Rows of tables that stay in a CTA's shared memory from one batch entry to the next.
 
-Work tiles of the same head and query block read the same rows of a table that batch entries share.
 A thread keeps what it has loaded of the first key blocks, each in a slot of its own, and reads it
-back where it computes such a tile again. Nobody else reads it, so nobody waits. A slot is valid
-while its tag names the head and the query block, so the order of work tiles matters for the speed
-alone (`TileScheduler.alternating`).
+back for the same head and query block of another batch entry. Nobody else reads it, so nobody
+waits. A slot is valid while its tag names the head and the query block, so the order of work tiles
+matters for the speed alone (`TileScheduler.alternating`).
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from cutlass import Int32
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90.flash_fwd_traits import WORDS_OF_SLOT, FwdTraits
-from flash_mask_cute.sm90.warpgroups import Role
+from flash_mask_cute.sm90.warpgroups import Role, mma_warp
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class CachedBiasRows:
         """Mark the slots of this warp as empty."""
         if cute.arch.lane_idx() == 0:
             for slot in cutlass.range_constexpr(self.traits.cached_bias_blocks):
-                self.tags[self._warp(), slot] = Int32(-1)
+                self.tags[mma_warp(), slot] = Int32(-1)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -63,7 +62,7 @@ class CachedBiasRows:
         tag = self._tag(work)
         slot = cutlass.min(n_block, self.traits.cached_bias_blocks - 1)
         has_slot = n_block == slot
-        if has_slot & (self.tags[self._warp(), slot] == tag):
+        if has_slot & (self.tags[mma_warp(), slot] == tag):
             self._copy(words, slot, is_store=False)
         else:
             load()
@@ -71,7 +70,7 @@ class CachedBiasRows:
                 self._copy(words, slot, is_store=True)
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
-                    self.tags[self._warp(), slot] = tag
+                    self.tags[mma_warp(), slot] = tag
                 cute.arch.sync_warp()
 
     def _copy(self, words: tuple, slot: Int32, is_store: bool) -> None:
@@ -95,9 +94,6 @@ class CachedBiasRows:
                 cute.autovec_copy(kept, vector)
                 for j, (x, i) in enumerate(part):
                     x[i] = vector[j]
-
-    def _warp(self) -> Int32:
-        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
 
     def _tag(self, work: Work) -> Int32:
         """A number of the head and the query block, less than that of all query rows."""

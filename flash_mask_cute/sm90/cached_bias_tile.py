@@ -4,12 +4,13 @@ Each thread reads what it has written: the values for two neighbouring queries a
 bytes. -inf hides a score.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_mask_cute.core.cta import thread_in_warpgroup, transposed
 from flash_mask_cute.core.marked_rows import clear_row
@@ -19,13 +20,12 @@ from flash_mask_cute.rules.band import Band
 from flash_mask_cute.rules.mask_rules import WindowArgs
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
-from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx, store_rows
+from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows
 
 
 class BlockTraits(Protocol):
-    """What the arithmetic of a block knows. block_m: its queries. adds: something is added to
-    scores. sums: dS is summed over batch entries. is_banded: causal masking or a window hides
-    scores."""
+    """block_m: queries of a block. adds: something is added to scores. sums: of dS over batch
+    entries. is_banded: causal masking or a window hides scores."""
 
     dtype: type[cutlass.Numeric]
     has_score_mod: bool
@@ -74,6 +74,20 @@ def evaluate(
         cute.autovec_copy(values, added[None, g])
 
 
+def scores_of(
+    traits: Any, own: Sequence[cute.Tensor], queries: Sequence[cute.Tensor]
+) -> list[cute.Tensor]:
+    """S and dP of a block. own: operands A of this warpgroup's keys and values. queries: operands B
+    of Q and dO."""
+    accs = []
+    for a, b, steps in zip(own, queries, traits.steps, strict=True):
+        acc = wgmma.make_accumulator(traits.block_m)
+        wgmma.issue(traits.mma_scores(), acc, a, b, False, steps)
+        accs.append(acc)
+    warpgroup.wait_group(0)
+    return accs
+
+
 def statistic(first: cute.Pointer, block_m: int) -> cute.Tensor:
     """A statistic of a thread's columns' queries, in pairs. first: a block's first query's."""
     start = first + wgmma.first_col_of(thread_in_warpgroup())
@@ -93,9 +107,8 @@ def differentiate(
 ):
     """Round P and dS of a block into words, and add dS to its sums.
 
-    traits: `BlockTraits`. statistics: LSE, delta and, with a score_mod, reference, as `statistic`
-    has them. added: as `evaluate` has written it. exist: whether each of the thread's keys does.
-    accs: S, dP and, if there are any, the sums.
+    traits: `BlockTraits`. statistics: LSE, delta and, with a score_mod, reference (`statistic`).
+    added: by `evaluate`. exist: whether each of the thread's keys does. accs: S, dP and the sums.
     """
     scores, dprobs = (wgmma.rows_by_cols(x) for x in accs[:2])
     for g in cutlass.range_constexpr(traits.block_m // 8):
@@ -146,8 +159,8 @@ def clear_marked(
     warps: tuple,
     sync: cutlass.Constexpr[Callable[[], None]],
 ):
-    """Clear rows of marked queries (`core.row_blocks`) by some warps, which `sync` waits for.
-    words: of marks. rows: Q and dO, (row, column). warps: the number of this one, and how many."""
+    """Clear marked rows (`core.row_blocks`) of Q and dO, (row, column), by some warps, which `sync`
+    waits for. words: of marks. warps: the number of this one, and how many."""
     some = Int32(0)
     for word in words:
         some = some | word
@@ -160,11 +173,6 @@ def clear_marked(
                         clear_row(tensor[first + row, None])
         cute.arch.fence_proxy("async.shared", space="cta")
         sync()
-
-
-def mma_warp() -> Int32:
-    """The number of this warp among the MMA warps."""
-    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
 
 
 def keys_exist(first_key: Int32, seqlen_k: Int32) -> tuple[Boolean, ...]:

@@ -1,10 +1,8 @@
-"""Communication in a cluster of two CTAs with neighbouring keys, which sum dQ together.
+"""Communication between the two CTAs of a cluster.
 
-Both CTAs visit the same query blocks, each with its own keys. Each sums half of the columns of dQ
-over the keys of both. For this a CTA holds the keys of its peer in these columns, loaded once for a
-work tile. With every query block it also gets dS of its peer, as one copy from shared memory to
-shared memory. Nothing else is shared: dK and dV belong to a CTA's own keys, and each CTA loads its
-own queries.
+Two CTAs with neighbouring keys that sum dQ together visit the same query blocks. Each sums half of
+the columns of dQ over the keys of both. For this a CTA loads the keys of its peer in these columns,
+once for a work tile. With every query block it gets dS of its peer by one copy from shared memory.
 """
 
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.clusters import CTAS, peer, send
+from flash_mask_cute.core.clusters import peer, send
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 
 # 32-bit words that a thread sends at once
@@ -35,21 +33,6 @@ class PeerGrads:
     received: cute.Pointer
     num_bytes: cutlass.Constexpr[int]
 
-    @staticmethod
-    def create(
-        barriers: cute.Pointer,
-        own: cute.Pointer,
-        received: cute.Pointer,
-        num_bytes: int,
-        num_mma_warps: int,
-    ) -> "PeerGrads":
-        channel = Channel.create(barriers, 1, 1, CTAS * num_mma_warps)
-        return PeerGrads(channel, own, received, num_bytes)
-
-    def acquire(self, block: Int32) -> None:
-        """Wait until the place of this CTA's dS is free for that of query `block`."""
-        self.channel.acquire(block)
-
     @cute.jit
     def send(self, block: Int32) -> None:
         """Start the copy of dS to the peer, and expect the peer's dS. All threads have written dS,
@@ -58,10 +41,6 @@ class PeerGrads:
             barrier = self.channel.barrier(block)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.num_bytes)
             send(self.own, self.received, barrier, self.num_bytes, peer())
-
-    def wait(self, block: Int32) -> None:
-        """Wait until the peer's dS of query `block` is here."""
-        self.channel.wait(block)
 
     @cute.jit
     def release(self, block: Int32) -> None:

@@ -14,11 +14,16 @@ from flash_mask_cute.sm90 import wgmma
 
 @dataclass(frozen=True)
 class HeadColumns:
-    """The head dimensions of a kernel: head_dim of Q and K, head_dim_v of dO and V."""
+    """Head dimensions of a kernel over batch entries, and its products by blocks of queries."""
 
     dtype: type[cutlass.Numeric]
     head_dim: int
     head_dim_v: int
+
+    @property
+    def block_m(self) -> int:
+        """Queries whose S and dP are computed at a time."""
+        return wgmma.ROWS_PER_WARPGROUP
 
     @property
     def cols(self) -> tuple[int, int]:
@@ -30,10 +35,22 @@ class HeadColumns:
         """Steps of 16 columns, without those that are zeros."""
         return -(-self.head_dim // 16), -(-self.head_dim_v // 16)
 
+    def mma_scores(self) -> cute.TiledMma:
+        """S^T = K Q^T and dP^T = V dO^T: 64 keys by the queries of a block."""
+        return wgmma.make_mma(self.dtype, self.block_m)
+
+    def mma_words(self, n: int) -> cute.TiledMma:
+        """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
+        return wgmma.make_mma(self.dtype, n, b_major=wgmma.MN, source=wgmma.REGISTERS)
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K: 64 queries by columns."""
+        return wgmma.make_mma(self.dtype, self.cols[0], b_major=wgmma.MN)
+
 
 def stages_in(room: int, for_s: int, for_dp: int, most: int) -> tuple[int, int]:
-    """Stages of operands of S, and of dP, of so many bytes each: as many as there is room for, of
-    those of dP at most one less; 0: none."""
+    """The most stages that have room: of operands of S, and of those of dP as many or one less; or
+    (0, 0). for_s, for_dp: bytes of a stage."""
     fitting = (
         (a, b)
         for a in range(most, 0, -1)
@@ -44,9 +61,8 @@ def stages_in(room: int, for_s: int, for_dp: int, most: int) -> tuple[int, int]:
 
 
 class EntrySources(NamedTuple):
-    """first, second: of two operands each that are loaded together, the TMA atom with its
-    ((head, row), d, batch) tensor, as (atom, tensor, atom, tensor). stats: the statistics (heads,
-    row_blocks, words)."""
+    """first, second: two operands that are loaded together, as (TMA atom, tensor ((head, row), d,
+    batch), atom, tensor). stats: (heads, row_blocks, words)."""
 
     first: tuple
     second: tuple
@@ -54,8 +70,7 @@ class EntrySources(NamedTuple):
 
     @staticmethod
     def create(stats: cute.Tensor, *operands: tuple[cute.Tensor, Any, int]) -> "EntrySources":
-        """operands: four dense tensors, each with its layout in shared memory and the rows of a
-        box."""
+        """operands: four dense tensors, each with its layout in shared memory and a box's rows."""
         load, atoms = cpasync.CopyBulkTensorTileG2SOp(), []
         for tensor, layout, rows in operands:
             in_box = tma.one_stage(layout)
@@ -66,8 +81,8 @@ class EntrySources(NamedTuple):
 
 
 class EntryOutputs(NamedTuple):
-    """dq (row, d, head, batch), or sums (heads, row_blocks, 64 * columns) that start as zeros; dk,
-    dv (row, d, head, batch), and the sums of the gradients of aux tensors."""
+    """dq, dk, dv: (row, d, head, batch); dq also as sums (heads, row_blocks, 64 * columns) that are
+    zeros before. sums: of gradients of aux tensors."""
 
     dq: cute.Tensor
     dk: cute.Tensor
@@ -81,8 +96,7 @@ def load_words(
     pieces: Sequence[tuple[int, int, int]],
     barrier: cute.Pointer,
 ) -> None:
-    """Copy pieces of the statistics of a row block. A piece: its first word in source (words,) and
-    in target (words,), and how many."""
+    """A piece of statistics: its first word in source (words,) and in target, and how many."""
     for start, at, count in pieces:
         layout = cute.make_layout(count)
         src = cute.make_tensor((source.iterator + start).align(16), layout)

@@ -1,8 +1,4 @@
-"""Sums of dS over batch entries in registers: what a score_mod adds to scores, and how the sums
-reach the gradients of the tensors that it reads.
-
-A thread has some places, each of a query and a key, and the same ones in every batch entry.
-"""
+"""Sums of dS over batch entries in registers, and how they reach the gradients of aux tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +15,8 @@ from flash_mask_cute.sm90 import wgmma
 
 
 class Places(NamedTuple):
-    """The places of a thread's tile of a head. of(r, c): the query and the key of row r and column
-    c. seqlen_q, seqlen_k: places after these do not exist."""
+    """A thread's queries and keys, the same in every batch entry. of(r, c): those of row r and
+    column c. seqlen_q, seqlen_k: places after these do not exist."""
 
     of: Callable[[int, int], tuple[Int32, Int32]]
     head_idx: Int32
@@ -52,15 +48,14 @@ class Places(NamedTuple):
 
 
 class SummedTensors(NamedTuple):
-    """numbers: of the aux tensors with sums. once: those where no two scores of an entry read
-    the same element; their sums have the part of the batch as their first mode."""
+    """numbers: of the aux tensors with sums. once: those where no two scores of an entry read the
+    same element; their sums have the part of the batch as first mode."""
 
     score_mod: Callable[..., Any]
     numbers: tuple[int, ...]
     once: tuple[int, ...]
 
     def added(self, places: Places, r: int, c: int, aux_tensors: tuple) -> Float32:
-        """What the score_mod adds to a score."""
         place = places.of_score(r, c)
         return call_score_mod(self.score_mod, Float32(0.0), place, aux_tensors)
 
@@ -71,8 +66,7 @@ class SummedTensors(NamedTuple):
         sums: tuple,
         aux_tensors: tuple,
     ) -> None:
-        """Write the sums of dS of some tiles, times the derivatives by the elements, or add
-        them. All threads of the warp must call it."""
+        """Write or add the sums of dS, times the derivatives by the elements. By whole warps."""
         targets = dict(zip(self.numbers, sums, strict=True))
         added = AuxSums({i: x for i, x in targets.items() if i not in self.once})
         for places, values in tiles:

@@ -1,8 +1,7 @@
 """FlashAttention backward for Hopper: dQ, dK, dV from dO, LSE and delta = rowsum(dO * O) - dLSE.
 
-A persistent CTA computes work tiles of tile_n keys of a KV head, one after another. For each it
-walks over the queries of the group's heads in blocks of tile_m. With P = exp(S - LSE) and dP = dO
-V^T,
+A persistent CTA computes work tiles of tile_n keys of a KV head. For each it walks over the queries
+of the group's heads in blocks of tile_m. With P = exp(S - LSE) and dP = dO V^T,
 
     dV = P^T dO        dS = P * (dP - delta)        dK = scale dS^T Q        dQ = scale dS K
 
@@ -33,14 +32,13 @@ registers in the layout that dV and dK need (FlashAttention-3's choice). dS also
 memory, where each warpgroup sums a part of the rows or columns of dQ over the keys of both. For
 wide heads dK and dV would take too many registers. There both warpgroups have the same keys and
 half of the columns each, and share the work on S and dP (`flash_bwd_scores`). Two CTAs with
-neighbouring keys may also sum dQ together there, half of the columns each (`cta_pairs`).
+neighbouring keys may also sum dQ together there (`cta_pairs`).
 
 The products of a block are issued in the order S, dP, dV, dQ, dK. The sums of dQ go to shared
-memory, in fp32 and in accumulator order. From there the load warp (`flash_bwd_loads`) adds them to
-scratch memory. As in the forward, the mma warps see masks only as bits (`rules/backward_mask.py`),
-and a walk without visible blocks visits one hidden block. The mma warps themselves add gradients of
-the aux tensors of a score_mod to memory (`mods/walk_sums.py`, `mods/aux_gradients.py`).
-docs/backward_sm90.md gives the reasons.
+memory, in fp32 and in accumulator order. From there the load warp adds them to scratch memory. As
+in the forward, the mma warps see masks only as bits, and a walk without visible blocks visits one
+hidden block. The mma warps add gradients of aux tensors to memory. docs/backward_sm90.md gives the
+reasons.
 """
 
 from collections.abc import Callable
@@ -64,12 +62,7 @@ from flash_mask_cute.core.row_blocks import RowBlocks
 from flash_mask_cute.core.score_gradients import BwdScoreArgs
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
-from flash_mask_cute.core.walk_ring import (
-    CHUNK,
-    KIND_MASK,
-    OWN_KIND_SHIFT,
-    Kind,
-)
+from flash_mask_cute.core.walk_ring import CHUNK, KIND_MASK, OWN_KIND_SHIFT, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -85,7 +78,7 @@ from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import make_chain
 from flash_mask_cute.sm90.flash_bwd_diagonals import diagonal_sums, make_bits_and_sums
-from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads, queries_of, sums_of
+from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
 from flash_mask_cute.sm90.flash_bwd_scores import (
@@ -96,12 +89,7 @@ from flash_mask_cute.sm90.flash_bwd_scores import (
     sync_both,
 )
 from flash_mask_cute.sm90.flash_bwd_tokens import by_query_lists
-from flash_mask_cute.sm90.flash_bwd_traits import (
-    Barrier,
-    BwdSmem,
-    BwdTraits,
-    Channels,
-)
+from flash_mask_cute.sm90.flash_bwd_traits import Barrier, BwdSmem, BwdTraits, Channels
 from flash_mask_cute.sm90.gradient_stores import (
     KeyGradients,
     scale,
@@ -110,11 +98,7 @@ from flash_mask_cute.sm90.gradient_stores import (
     store_sum_rows,
     store_sums,
 )
-from flash_mask_cute.sm90.warpgroups import (
-    Role,
-    mma_warpgroup_idx,
-    sync_warpgroup,
-)
+from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx, sync_warpgroup
 
 
 @dataclass(eq=False, repr=False)
@@ -338,16 +322,14 @@ class FlashAttentionBackwardSm90:
     def _launches(
         self, schedule: KeySchedule, gradients: KeyGradients, *_: Any
     ) -> tuple[tuple["FlashAttentionBackwardSm90", KeySchedule, KeyGradients], ...]:
-        """The kernels to launch one after the other, with their work tiles and results."""
+        """The kernels to launch one after the other."""
         return ((self, schedule, gradients),)
 
     def _passes_over(self, masks: MaskArgs, scales: ScoreScales) -> bool:
-        """Whether a warpgroup skips blocks in which a mask hides all of its keys.
-
-        It does not if scores are modified: with such a branch the compiler copies S while its
-        product is in flight, and ptxas then waits after each product. Nor does it if only the first
-        block of a walk can be hidden, because its bits come too late.
-        """
+        """Whether a warpgroup skips blocks in which a mask hides all of its keys. Not if scores are
+        modified: with such a branch the compiler copies S while its product is in flight, and ptxas
+        then waits after each product. Nor if only the first block of a walk can be hidden, because
+        its bits come too late."""
         is_plain = self.score_mod is None and scales.cap is None and not self.traits.by_query_lists
         may_hide = self.is_local or masks.may_shorten(self)
         if self.traits.lists_per_warpgroup:
@@ -391,17 +373,14 @@ class FlashAttentionBackwardSm90:
             cute.arch.sync_threads()
         tiles = traits.tiles(storage)
         passes_over = self._passes_over(masks, scales)
+        score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
 
         # -- roles
         if warp_idx < Role.MMA:
             cute.arch.setmaxregister_decrease(traits.helper_registers)
             if warp_idx == Role.LOAD:
-                scheme = (self.deterministic, self.clears_dq)
-                sums = sums_of(traits, scheme, tiles, channels, scratch, lengths)
-                of_queries = (traits, operands, tiles, channels, scratch.stats, lengths)
-                queries = queries_of(*of_queries)
-                of_loads = (traits, operands, tiles, channels, queries, sums)
-                BwdLoads(*of_loads, lengths, group_splits).run()
+                of_smem = operands, tiles, channels
+                BwdLoads.create(self, *of_smem, scratch, lengths, group_splits).run()
             elif warp_idx == Role.SCHEDULE:
                 # in a fixed order, work tiles are claimed in the order in which they add to dQ
                 scheduler = TileScheduler(
@@ -430,7 +409,6 @@ class FlashAttentionBackwardSm90:
                 any_bits = tiles.any_bits if passes_over else None
                 bits = rules, warp_rows, tiles.bits, channels.bits
                 if const_expr(traits.sums_of_mask_warp > 0):
-                    score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
                     make_bits = partial(make_block_bits, *bits, any_bits)
                     diagonals = diagonal_sums(self, tiles, channels, score_args)
                     make_bits_and_sums(make_bits, diagonals, channels)
@@ -438,10 +416,8 @@ class FlashAttentionBackwardSm90:
                     make_mask_bits(*bits, channels.ring, channels.walk, any_bits)
         else:
             cute.arch.setmaxregister_increase(traits.mma_registers)
-            score_args = BwdScoreArgs(scales, masks.aux_tensors, aux_grads)
-            given = (
-                gradients, tiles, channels, lengths, softmax_scale, score_args, passes_over
-            )  # fmt: skip
+            of_smem = gradients, tiles, channels
+            given = *of_smem, lengths, softmax_scale, score_args, passes_over
             if const_expr(not traits.columns.is_uneven):
                 self.mma(traits, *given)
             elif mma_warpgroup_idx() == 0:
@@ -484,8 +460,7 @@ class FlashAttentionBackwardSm90:
         score_args: BwdScoreArgs,
         passes_over: cutlass.Constexpr[bool],
     ):
-        """MMA warpgroup: 64 keys of every work tile, or a part of the columns of dK and dV. traits:
-        those of the warpgroup, if the two have code of their own."""
+        """MMA warpgroup: 64 keys of every work tile, or a part of the columns of dK and dV."""
         ring = channels.ring
         products = BlockProducts(traits, channels, Fragments.create(traits, tiles))
         acc_dV, acc_dK = (
@@ -512,8 +487,8 @@ class FlashAttentionBackwardSm90:
                     block += 1
                     cut += 1
             # -- query blocks
-            # Partial and full blocks have a loop each, of the same text. One loop that tests every
-            # block would branch while products are in flight, and ptxas would serialise them all.
+            # Partial and full blocks have a loop each. A test of every block would be a branch
+            # while products are in flight, and ptxas would serialise them all.
             while current != Kind.END:
                 for kind in (Kind.PARTIAL, Kind.FULL):
                     while current == kind:
@@ -592,8 +567,7 @@ class FlashAttentionBackwardSm90:
         state: MainloopState,
         sums: tuple[list, list, Boolean] | None,
     ) -> Peeked:
-        """Add a query block to the sums. Its dO may still be in flight. Returns what is known of
-        the next block.
+        """Add a query block, whose dO may be in flight. Returns what is known of the next block.
 
         sums: dV and dK so far, (64, width) for each part of their columns, and whether anything was
         added to them. None: this warpgroup's keys are hidden from the block, so its dS is 0.
@@ -628,8 +602,7 @@ class FlashAttentionBackwardSm90:
         sums: tuple[list, list, Boolean] | None,
         sums_dq: bool,
     ) -> Peeked:
-        """The sums of a query block (`_process`), from its P and dS. sums_dq: also those of dQ.
-        state.cut is that of the next block."""
+        """The sums of a block from its P and dS. state.cut: that of the next block."""
         traits, channels, block = products.traits, products.channels, state.block
         if sums is not None:
             acc_dV, acc_dK, accumulate = sums

@@ -12,20 +12,19 @@ from flash_mask_cute.mods.diagonals import UniformDiagonals
 from flash_mask_cute.mods.difference_sums import DifferenceSums, summed_reads
 from flash_mask_cute.mods.line_sums import Line, line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
-from flash_mask_cute.mods.read_classes import ModReads
 from flash_mask_cute.mods.score_chain import ScoreChain
 from flash_mask_cute.mods.score_elements import ListedQueries
 from flash_mask_cute.mods.walk_sums import WalkSums, walk_reads
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm90.line_sums import LINES
-from flash_mask_cute.sm90.warpgroups import Role
+from flash_mask_cute.sm90.warpgroups import mma_warp
 
 
 def make_chain(
     kernel: Any, score_args: BwdScoreArgs, lengths: Lengths, sums: cute.Tensor | None
 ) -> ScoreChain:
-    """The chain of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`. sums: `Tiles.sums`."""
+    """Of an MMA warpgroup. kernel: a `FlashAttentionBackwardSm90`. sums: `BwdSmem.sums`."""
     traits, wants_aux = kernel.traits, kernel.wants_aux
     reads, others = None, set()
     if wants_aux:
@@ -51,6 +50,7 @@ def make_chain(
     if not wants_aux:
         return chain
     reads = reads._replace(tensors={i: reads.tensors[i] for i in wants_aux})
+    targets = dict(zip(wants_aux, score_args.aux_grads or (), strict=True))
     # warpgroups that share keys have dS of a P in 16 bits only
     is_exact = not traits.shares_keys and score_args.scales.cap is None
     # sums over a walk end with a head; keys in common have a head's queries of each sequence, and
@@ -60,8 +60,11 @@ def make_chain(
     has_diagonals = lengths.q_start is None
     by_difference = None
     if sums is not None and has_heads and has_diagonals:
-        targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
-        by_difference = _sums_by_difference(kernel, score_args, reads, targets, sums)
+        by_read = summed_reads(kernel.score_mod, reads, of_masks=False)
+        if by_read:
+            of_warp = words_of_warp(sums, 0, mma_warp(), traits.sums_of_warp)
+            of_reads = by_read, score_args.aux_tensors, tuple(targets[x.number] for x in by_read)
+            by_difference = DifferenceSums.create(kernel.score_mod, *of_reads, of_warp)
     summed = {x.number for x in by_difference.reads} if by_difference is not None else ()
     are_easy = all(
         i in summed or (x.is_easy and (has_diagonals or not x.is_diagonal))
@@ -70,25 +73,21 @@ def make_chain(
     of_grads = reads.is_shift and are_easy and is_exact and has_heads
     walk, of_walk = None, walk_reads(reads) if has_heads else ()
     if of_walk:
-        assert score_args.aux_grads is not None
-        targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
         found = tuple(targets[read.number] for read in of_walk)
         walk = WalkSums.create(of_walk, wgmma.ROWS_PER_THREAD, found)
     groups = line_groups(line_reads(reads, has_diagonals)) if has_heads else ()
-    uniform = []
-    for group in groups if of_grads else ():
-        if group.line is Line.DIAGONAL and not group.cuts:
-            targets = dict(zip(wants_aux, score_args.aux_grads, strict=True))
-            uniform.append(
-                UniformDiagonals.create(group, tuple(targets[x.number] for x in group.reads))
-            )
+    uniform = tuple(
+        UniformDiagonals.create(group, tuple(targets[x.number] for x in group.reads))
+        for group in (groups if of_grads else ())
+        if group.line is Line.DIAGONAL and not group.cuts
+    )
     return replace(
         chain,
         of_grads=of_grads,
         walk=walk,
         by_difference=by_difference,
         groups=groups,
-        uniform=tuple(uniform),
+        uniform=uniform,
         lines=LINES,
         once=tuple(i for i, x in reads.tensors.items() if x.read_once_an_entry),
     )
@@ -106,21 +105,5 @@ def parts_of_products(traits: BwdTraits, chain: ScoreChain) -> tuple[int, int]:
 
 
 def words_of_warp(sums: cute.Tensor, start: int, warp: Int32, words: int) -> cute.Tensor:
-    """Those of a warp in `Tiles.sums`. start: of the words of warps of its kind."""
+    """Those of a warp in `BwdSmem.sums`. start: of the words of warps of its kind."""
     return cute.make_tensor(sums.iterator + (start + warp * words), cute.make_layout(words))
-
-
-def _sums_by_difference(
-    kernel: Any, score_args: BwdScoreArgs, reads: ModReads, targets: dict, sums: cute.Tensor
-) -> DifferenceSums | None:
-    summed = summed_reads(kernel.score_mod, reads, of_masks=False)
-    if not summed:
-        return None
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
-    return DifferenceSums.create(
-        kernel.score_mod,
-        summed,
-        score_args.aux_tensors,
-        tuple(targets[x.number] for x in summed),
-        words_of_warp(sums, 0, warp, kernel.traits.sums_of_warp),
-    )

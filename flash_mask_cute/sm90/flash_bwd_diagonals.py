@@ -1,9 +1,8 @@
 """Sums along the diagonals of dS in shared memory, by the mask warps of the Hopper backward.
 
 Gradients of elements that differences determine are such sums, within grid rectangles
-(`mods/difference_sums.py`). dS of a block lies in shared memory in 16 bits, where dQ reads it. So
-the mask warps, which make bits of few blocks or none, can sum while the MMA warps go on: every
-second block, or all (`SummedBy`).
+(`mods/difference_sums.py`). The mask warps, which make bits of few blocks or none, sum dS where dQ
+reads it while the MMA warps go on: of every second block, or of all (`SummedBy`).
 
 A warp adds squares of 8 queries by 8 keys, element by element: four diagonals of squares at a time,
 each by eight lanes. A lane has a query of a square, whose keys are 16 bytes. Element (r, c) of the
@@ -56,8 +55,7 @@ class Sides(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A visited block whose dS is still to be summed, unless is_there is False; number: of the
-    block, among all. cuts: partial blocks so far."""
+    """The block whose dS is to be summed next, if is_there. cuts: partial blocks so far."""
 
     cuts: Int32
     number: Int32
@@ -75,8 +73,6 @@ class SumGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class DiagonalSums:
-    """The sums of a mask warp. warp: its number."""
-
     traits: cutlass.Constexpr[BwdTraits]
     groups: cutlass.Constexpr[tuple[SumGroup, ...]]
     tiles: BwdSmem
@@ -225,8 +221,7 @@ def _bits_from(c: Int32) -> Int32:
 
 
 def _load(dscores: Int32, query: Int32, col: Int32) -> list[Int32]:
-    """The gradients of the scores of a query and the keys of a square, two in a word. Outside the
-    64 queries by 64 keys, those of another one."""
+    """dS of a query and the keys of a square, two in a word; of any ones outside the 64 by 64."""
     # `&`, because `%` of a number that may be negative takes more instructions
     row, chunk = query & (ROWS_PER_WARPGROUP - 1), (col ^ query) & (SQUARE - 1)
     at = dscores + row * LINE + chunk * VECTOR
@@ -254,11 +249,8 @@ def make_bits_and_sums(
     diagonals: DiagonalSums,
     channels: Channels,
 ) -> None:
-    """`make_mask_bits`, and the sums of dS of all blocks. make_bits(work, cuts, block): of a
-    partial block; returns the number of the next one.
-
-    Bits come one block before sums, because the MMA warps may wait for them.
-    """
+    """`make_mask_bits`, and the sums of dS of all blocks. make_bits(work, cuts, block): returns the
+    number of the next partial block. Bits come one block before sums: the MMA warps may wait."""
     tile, chunk = Int32(0), Int32(0)
     pending = Pending(Int32(0), Int32(-1), Int32(0), Int32(0), Boolean(False))
     while channels.ring.wait(tile):
@@ -301,12 +293,8 @@ def diagonal_sums(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MASK
     traits = kernel.traits
     start = traits.sums_of_warp * traits.num_mma_warps
-    sums = DifferenceSums.create(
-        kernel.score_mod,
-        summed,
-        score_args.aux_tensors,
-        tuple(targets[x.number] for x in summed),
-        words_of_warp(tiles.sums, start, warp, traits.sums_of_mask_warp),
-    )
+    of_warp = words_of_warp(tiles.sums, start, warp, traits.sums_of_mask_warp)
+    of_reads = summed, score_args.aux_tensors, tuple(targets[x.number] for x in summed)
+    sums = DifferenceSums.create(kernel.score_mod, *of_reads, of_warp)
     groups = tuple(SumGroup(cuts, tuple(x)) for cuts, x in of_cuts.items())
     return DiagonalSums(traits, groups, tiles, channels, sums, warp)

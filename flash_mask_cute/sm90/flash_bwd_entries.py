@@ -1,9 +1,9 @@
 """FlashAttention backward for Hopper of short sequences whose keys are several tiles.
 
 If a score_mod adds what all batch entries share, a CTA keeps 64 keys of a head, and walks over
-batch entries with all of their queries. What is added is evaluated once for all entries, and stays
-in shared memory; dS is summed over entries in registers (`entry_sums`). Reading elements of a table
-for each score again took as long as everything else.
+batch entries with all of their queries. As in `flash_bwd_short`, what is added stays in shared
+memory, and dS is summed over entries in registers. Reading elements of a table for each score again
+took as long as everything else.
 
     S^T = K Q^T        dP^T = V dO^T        P = exp(S - LSE)        dS = P * (dP - delta)
     dV += P^T dO       dK += scale dS^T Q   dQ = dS K, which is added to scratch memory
@@ -14,8 +14,7 @@ for each score again took as long as everything else.
 | warpgroups 1, 2   | mma  | the same keys, and every second block of 64 queries       |
 
 Each warpgroup has sums of dK and dV of its own blocks. At the end of an entry they exchange these
-through shared memory; one stores dK, the other one dV. CTAs have equal numbers of entries
-(`EntryBackwardSm90._own_work`), most of them of one tile.
+through shared memory; one stores dK, the other one dV.
 """
 
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     differentiate,
     evaluate,
     keys_exist,
-    mma_warp,
+    scores_of,
     statistic,
     store_grads,
 )
@@ -55,11 +54,7 @@ from flash_mask_cute.sm90.flash_bwd_entries_traits import (
     EntryTraits,
 )
 from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
-from flash_mask_cute.sm90.warpgroups import (
-    Role,
-    mma_warpgroup_idx,
-    sync_warpgroup,
-)
+from flash_mask_cute.sm90.warpgroups import Role, mma_warp, mma_warpgroup_idx, sync_warpgroup
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 
@@ -84,8 +79,8 @@ class EntryExtents(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Of a CTA: from unit to end, numbers of an entry of a tile, tile by tile with so many entries,
-    and the batch's are those from first on."""
+    """Of a CTA: units up to `end`. A unit is an entry of a tile. Each tile has `entries` of them,
+    which begin at `first` of the batch."""
 
     unit: Int32
     end: Int32
@@ -105,14 +100,8 @@ class Stretch(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class EntryBackwardSm90:
-    """Kernel for Hopper, to be passed to `cute.compile`.
-
-    :param traits: that fit
-    :param score_mod: adds a number that all batch entries share
-        (`ModReads.is_batch_invariant_bias`)
-    :param wants_aux: numbers of the tensors to sum for, to whose sums terms are added
-    :param is_causal: as in the main kernel
-    """
+    """Kernel for Hopper, for `cute.compile`. Parameters are those of `SharedGradientsSm90`; no sums
+    are stored, terms are added to all."""
 
     traits: EntryTraits
     score_mod: Callable[..., Any]
@@ -144,16 +133,9 @@ class EntryBackwardSm90:
         window_size_left: Int32 | None = None,
         window_size_right: Int32 | None = None,
     ):
-        """Launch on `stream`.
-
-        :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense, as many heads of keys as of
-            queries, and row blocks of 64 queries
-        :param mdQaccum: as in the main kernel, zeros at first
-        :param mdK, mdV: gradients, like mK and mV
-        :param sums: of each wanted tensor, fp32, to which terms are added (`AuxSums`)
-        :param num_ctas: that share the work
-        :param window_size_left, window_size_right: as in the main kernel
-        """
+        """Launch on `stream`. Arguments are those of the main kernel, dense, with as many heads of
+        keys as of queries, row blocks of 64 queries, and mdQaccum that is zeros at first. num_ctas:
+        that share the work. sums: of each wanted tensor, fp32 (`AuxSums`)."""
         traits = self.traits
         tensors = zip((mQ, mdO, mK, mV), traits.layouts()[:4], strict=True)
         sources = EntrySources.create(mStats, *((*x, ROWS_PER_WARPGROUP) for x in tensors))
@@ -238,7 +220,6 @@ class EntryBackwardSm90:
     def load(
         self, sources: EntrySources, extents: EntryExtents, tiles: EntryTiles, channels: tuple
     ):
-        """The load warp."""
         traits, (of_keys, of_blocks) = self.traits, channels
         work = self._own_work(extents)
         unit, number = work.unit, Int32(0)
@@ -347,7 +328,11 @@ class EntryBackwardSm90:
             stage = of_blocks.index(fill)
             if const_expr(traits.has_marks):
                 self._clear_marked(tiles, stage, block < extents.blocks_of_entry)
-            acc_S, acc_dP = self._scores(tiles, unit, stage)
+            mma = traits.mma_scores()
+            own = [wgmma.operand_a(mma, x)[None, None, None, unit] for x in (tiles.k, tiles.v)]
+            of_queries = tiles.q, tiles.do
+            queries = [wgmma.operand_b(mma, x)[None, None, None, stage] for x in of_queries]
+            acc_S, acc_dP = scores_of(traits, own, queries)
             probs, grads = (cute.make_rmem_tensor(traits.block_m // 4, Int32) for _ in range(2))
             differentiate(
                 traits, self._statistics(tiles, stage), self._added(tiles, turn), exist,
@@ -371,19 +356,6 @@ class EntryBackwardSm90:
         place = stretch.head_idx, batch_idx, stretch.n_tile * ROWS_PER_WARPGROUP
         self._store(outputs, tiles, place, extents, score_args.scale_dk, (acc_dK, acc_dV))
 
-    def _scores(self, tiles: EntryTiles, unit: Int32, stage: Int32) -> list[cute.Tensor]:
-        """S and dP of a block."""
-        traits, accs = self.traits, []
-        mma, pairs = traits.mma_scores(), ((tiles.k, tiles.q), (tiles.v, tiles.do))
-        for (keys, queries), steps in zip(pairs, traits.steps, strict=True):
-            a = wgmma.operand_a(mma, keys)[None, None, None, unit]
-            b = wgmma.operand_b(mma, queries)[None, None, None, stage]
-            acc = wgmma.make_accumulator(traits.block_m)
-            wgmma.issue(mma, acc, a, b, False, steps)
-            accs.append(acc)
-        warpgroup.wait_group(0)
-        return accs
-
     def _add(
         self, acc: cute.Tensor, words: cute.Tensor, smem: cute.Tensor, stage: Int32, adds: bool
     ) -> None:
@@ -394,7 +366,6 @@ class EntryBackwardSm90:
         wgmma.issue(mma, acc, operand, rows, adds)
 
     def _dq(self, tiles: EntryTiles, unit: Int32) -> cute.Tensor:
-        """Start dQ of a block."""
         mma, acc = self.traits.mma_dq(), wgmma.make_accumulator(self.traits.cols[0])
         a = wgmma.operand_a(mma, tiles.ds)[None, None, None, mma_warpgroup_idx()]
         b = wgmma.operand_b(mma, transposed(tiles.k))[None, None, None, unit]
@@ -423,7 +394,7 @@ class EntryBackwardSm90:
         return Places.create(first, first_key, stretch.head_idx, *extents[:2])
 
     def _added(self, tiles: EntryTiles, turn: int) -> cute.Tensor:
-        """Shared memory for what is added to this thread's scores in its block of a turn."""
+        """What is added to this thread's scores in its block of a turn."""
         warp = mma_warp() % WARPS_PER_WARPGROUP
         own = tiles.added[None, cute.arch.lane_idx(), warp, None]
         slot = turn * NUM_MMA_WARPGROUPS + mma_warpgroup_idx()
@@ -504,7 +475,6 @@ class EntryBackwardSm90:
         self._sync_both()
 
     def _sync_both(self) -> None:
-        """Wait for both MMA warpgroups."""
         num_threads = self.traits.num_threads * NUM_MMA_WARPGROUPS // (1 + NUM_MMA_WARPGROUPS)
         cute.arch.barrier(barrier_id=Barrier.BOTH, number_of_threads=num_threads)
 

@@ -16,7 +16,7 @@ from flash_mask_cute.core.row_blocks import stats_words
 from flash_mask_cute.core.storage import barriers, elements, floats
 from flash_mask_cute.sm90.entry_loads import HeadColumns
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING
-from flash_mask_cute.sm90.wgmma import MN, REGISTERS, ROWS_PER_WARPGROUP, make_mma, rows_layout
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP, rows_layout
 
 NUM_MMA_WARPGROUPS = 2
 # queries of a tile are a multiple of this, up to that
@@ -26,8 +26,6 @@ KEY_STAGES, MOST_STAGES, LEAST_STAGES = 2, 6, 2
 
 
 class EntryTiles(NamedTuple):
-    """The contents of shared memory: see `EntryTraits`."""
-
     q: cute.Tensor  # (64, columns, stages)
     do: cute.Tensor  # (64, columns, stages)
     k: cute.Tensor  # (64, columns, stages of keys)
@@ -53,7 +51,6 @@ class EntryTraits(HeadColumns):
     is_banded: bool
 
     adds = True
-    block_m = ROWS_PER_WARPGROUP
 
     @staticmethod
     def queries_of(seqlen_q: int, seqlen_k: int) -> int | None:
@@ -127,18 +124,6 @@ class EntryTraits(HeadColumns):
     @property
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (1 + NUM_MMA_WARPGROUPS)
-
-    def mma_scores(self) -> cute.TiledMma:
-        """S^T = K Q^T and dP^T = V dO^T."""
-        return make_mma(self.dtype, self.block_m)
-
-    def mma_words(self, n: int) -> cute.TiledMma:
-        """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
-        return make_mma(self.dtype, n, b_major=MN, source=REGISTERS)
-
-    def mma_dq(self) -> cute.TiledMma:
-        """dQ = dS K: 64 queries by columns."""
-        return make_mma(self.dtype, self.cols[0], b_major=MN)
 
     def layout(self, cols: int, stages: int) -> cute.ComposedLayout:
         return rows_layout(self.dtype, ROWS_PER_WARPGROUP, cols, stages)

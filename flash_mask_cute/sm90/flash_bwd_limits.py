@@ -4,12 +4,11 @@ from typing import Any
 
 from flash_mask_cute.core.cta import SMEM_CAPACITY
 from flash_mask_cute.core.row_blocks import alternating_sums
-from flash_mask_cute.sm90.flash_bwd_token_limits import why_not_by_query_lists
+from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 # the widest heads where a warpgroup holds all columns of dK and dV for its keys
 MAX_OWN_DIM = 128
-# what MMA warpgroups may take: the more, the less is left for the others, who get along with what
-# the most leaves them where there is little to schedule and few bits to make
+# what MMA warpgroups may take; the most only where there is little to schedule and few bits to make
 MMA_REGISTERS = (216, 232, 240)
 # what a thread needs besides fragments, or nearly so, and what it is better off with
 SCALAR_REGISTERS, SPARE_REGISTERS = 32, 8
@@ -18,12 +17,14 @@ MAX_DIM = 256
 # columns of dK and dV together that all fit into a thread's registers, if S and dP are computed in
 # halves of a block's queries
 MAX_SPLIT_COLS = 320
+# rows of a listed query, which are a box: the heads of its group, and perhaps padding
+TOKEN_HEADS = (2, 4, 8, 16, 32, 64)
+MAX_TOKEN_DIM = 128
 
 
 def may_loop_over_scores(cols: int) -> bool:
-    """Whether MMA warps may have a loop over gradients of scores at run time, by the columns of
-    queries: where dQ is summed in turn, S and dP would be copied for it while their products are
-    in flight."""
+    """Whether MMA warps may have a loop over gradients of scores at run time. Where dQ is summed in
+    turn, S and dP would be copied for it while their products are in flight. cols: of queries."""
     return not alternating_sums(cols, 1)
 
 
@@ -43,7 +44,7 @@ def why_infeasible(traits: Any) -> str | None:
     if traits.shares_keys and traits.num_row_groups > 1:
         return f"tile_m must be 64 where heads are wider than {MAX_OWN_DIM}, got {traits.tile_m}"
     if traits.by_query_lists:
-        why_not = why_not_by_query_lists(traits)
+        why_not = _why_not_by_query_lists(traits)
         if why_not is not None:
             return why_not
     for name in ("stages_q", "stages_do", "stages_kv"):
@@ -78,4 +79,19 @@ def why_infeasible(traits: Any) -> str | None:
         return f"{traits.fragment_registers} registers of fragments are too many for a thread"
     if traits.value_cols > 0 and traits.needed_registers > MMA_REGISTERS[-1]:
         return f"value_cols {traits.value_cols} are more than a thread has registers for"
+    return None
+
+
+def _why_not_by_query_lists(traits: Any) -> str | None:
+    """The reason why a kernel with these `BwdTraits` cannot take listed queries, or None."""
+    if traits.packed_heads not in TOKEN_HEADS:
+        return f"listed queries have {TOKEN_HEADS} rows, got {traits.packed_heads}"
+    if traits.group_size > traits.packed_heads:
+        return f"listed queries have {traits.packed_heads} rows, got group_size={traits.group_size}"
+    columns, dims = traits.columns, (traits.head_dim, traits.head_dim_v)
+    num_parts = max(map(len, (columns.dk, columns.dv, columns.parts_dq)))
+    is_wide = max(dims) > MAX_TOKEN_DIM or num_parts > 1
+    if traits.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.alternating:
+        given = f"head dimensions {dims[0]}/{dims[1]}, tile_m={traits.tile_m}"
+        return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {given}"
     return None

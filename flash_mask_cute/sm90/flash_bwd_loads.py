@@ -1,15 +1,13 @@
 """The load warp of the Hopper backward: its loads, and the sums of dQ that it sends.
 
-Q and dO of a query block are requested one block ahead of the MMA warpgroups. When they begin a
-block, the load warp does three things in this order. It requests the next block's Q and dO. It
-waits until the dQ of the block before last has left its staging memory. It sends the dQ of the last
-block. Keys and values of a work tile come with its first block. docs/backward_sm90.md gives the
-reasons.
+When the MMA warpgroups begin a block, the load warp requests the next block's Q and dO, waits until
+the dQ of the block before last has left its staging memory, and sends the dQ of the last block.
+Keys and values of a work tile come with its first block. docs/backward_sm90.md gives the reasons.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -35,37 +33,6 @@ class Loaded(NamedTuple):
     last: Summed
 
 
-def sums_of(
-    traits: BwdTraits,
-    scheme: tuple[bool, bool],
-    tiles: BwdSmem,
-    channels: Channels,
-    scratch: Scratch,
-    lengths: Lengths,
-) -> DqSums:
-    """Where sums of dQ go. scheme: deterministic and clears_dq of `FlashAttentionBackwardSm90`."""
-    share = partial(_share_of_sums, traits) if traits.cta_pair else None
-    sizes, staged = traits.columns.sizes_dq, tiles.dq.iterator
-    others = (*scheme, staged, channels.dq, scratch, lengths, share)
-    if not traits.by_query_lists:
-        return DqSums(sizes, *others)
-    num_tokens = traits.tokens_per_block
-    return TokenSums((sizes[0] // num_tokens,), *others, num_tokens)
-
-
-def queries_of(
-    traits: BwdTraits,
-    operands: BwdOperands,
-    tiles: BwdSmem,
-    channels: Channels,
-    stats: cute.Tensor,
-    lengths: Lengths,
-) -> QueryLoads:
-    """Who loads Q, dO and their statistics."""
-    given = (traits, operands, tiles, channels, stats, lengths)
-    return TokenLoads(*given) if traits.by_query_lists else QueryLoads(*given)
-
-
 @dataclass(frozen=True)
 class BwdLoads:
     """State of the load warp. group_splits: work tiles with the same keys; None: one."""
@@ -78,6 +45,29 @@ class BwdLoads:
     sums: DqSums
     lengths: Lengths
     group_splits: Int32 | None
+
+    @staticmethod
+    def create(
+        kernel: Any,
+        operands: BwdOperands,
+        tiles: BwdSmem,
+        channels: Channels,
+        scratch: Scratch,
+        lengths: Lengths,
+        group_splits: Int32 | None,
+    ) -> "BwdLoads":
+        """kernel: a `FlashAttentionBackwardSm90`."""
+        traits = kernel.traits
+        of_queries = traits, operands, tiles, channels, scratch.stats, lengths
+        share = partial(_share_of_sums, traits) if traits.cta_pair else None
+        scheme, sizes = (kernel.deterministic, kernel.clears_dq), traits.columns.sizes_dq
+        of_sums = *scheme, tiles.dq.iterator, channels.dq, scratch, lengths, share
+        queries, sums = QueryLoads(*of_queries), DqSums(sizes, *of_sums)
+        if traits.by_query_lists:
+            tokens = traits.tokens_per_block
+            queries = TokenLoads(*of_queries)
+            sums = TokenSums((sizes[0] // tokens,), *of_sums, tokens)
+        return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
 
     @cute.jit
     def run(self):
@@ -147,9 +137,9 @@ class BwdLoads:
     def _load_keys(self, work: Work, tile: Int32, first: Int32):
         """Load the keys and values of a work tile, which complete query block `first` and its dO.
 
-        With one stage, the previous block reads the keys and values of the previous work tile until
-        its dQ is complete; then it releases dO, or Q if dQ has several parts. With two stages, the
-        readers of the stage have already released a Q whose place `first` has taken.
+        With one stage, the block before reads the previous work tile's until its dQ is complete;
+        then it releases dO, or Q if dQ has several parts. With two stages, the readers of the stage
+        have already released a Q whose place `first` has taken.
         """
         traits, operands, tiles, channels = self.traits, self.operands, self.tiles, self.channels
         side, copies = tma.RowSide.of_keys(self.lengths), []

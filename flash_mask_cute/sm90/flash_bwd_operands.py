@@ -14,11 +14,9 @@ from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits
 
 
 class Fragments(NamedTuple):
-    """Shared memory as operands; names are product, then operand.
-
-    dv_do and dk_q: one for each part of the product's columns. dq_k: one for each width of each
-    part. peer_ds, peer_k: the operands of dQ for the other CTA's keys, in its only part.
-    """
+    """Of this warpgroup; names are product, then operand. dv_do and dk_q: one for each part of the
+    product's columns. dq_k: one for each width of each part. peer_ds, peer_k: of dQ for the other
+    CTA's keys."""
 
     dv_do: tuple[cute.Tensor, ...]
     dk_q: tuple[cute.Tensor, ...]
@@ -29,7 +27,6 @@ class Fragments(NamedTuple):
 
     @staticmethod
     def create(traits: BwdTraits, tiles: BwdSmem) -> "Fragments":
-        """The operands of this warpgroup."""
         columns = traits.columns
         dq_k = tuple(_of_dq(traits, part, tiles.k, 0) for part in range(len(columns.parts_dq)))
         mma_dq = traits.mma_dq(columns.products_dq(0)[0][0].width)
@@ -37,7 +34,7 @@ class Fragments(NamedTuple):
         if traits.cta_pair:
             peer_ds = wgmma.operand_a(mma_dq, tiles.peer_ds)
             peer_k = _of_dq(traits, 0, tiles.peer_k, clusters.rank() * columns.second_dq)
-        of_keys = traits.tile_m, traits.mma_keys
+        of_keys = traits.tile_m, traits.mma_words
         return Fragments(
             _of_columns(traits, tiles.do, *of_keys, columns.dv),
             _of_columns(traits, tiles.q, *of_keys, columns.dk),

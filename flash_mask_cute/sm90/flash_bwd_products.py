@@ -19,9 +19,9 @@ from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 
 @dataclass(frozen=True)
 class BlockProducts:
-    """An MMA warpgroup's products after P and dS. They are issued in the order dV, dQ, dK; between
-    two CTAs that sum dQ together, a part of dK comes before dQ. If a block is computed in halves,
-    dV and dK of a half come as soon as it has P and dS, and all of dQ after both halves."""
+    """The products after P and dS, in the order dV, dQ, dK. If two CTAs sum dQ together, a part of
+    dK comes before dQ. If a block is computed in halves, dV and dK of a half come as soon as it has
+    P and dS, and dQ after both."""
 
     traits: cutlass.Constexpr[BwdTraits]
     channels: Channels
@@ -30,7 +30,7 @@ class BlockProducts:
     def add_dv(
         self, accs: list, words: cute.Tensor, block: Int32, accumulate: bool | Boolean
     ) -> None:
-        """Start dV += P^T dO; accs: dV, (64, width) for each part of its columns; words: P^T."""
+        """Start dV += P^T dO. accs: (64, width) for each part of dV's columns. words: of P^T."""
         stage = self.channels.do.index(block)
         self._issue_sums(accs, words, self.fragments.dv_do, stage, accumulate)
 
@@ -60,8 +60,8 @@ class BlockProducts:
         accumulate: bool | Boolean,
         issue_dQ: Callable[[int], list],
     ) -> tuple[list, int]:
-        """Start the first part of dQ, and dK += dS^T Q, after dV; accs: dK; words: dS^T. Returns
-        the accumulators of dQ, and the number of products issued after it."""
+        """Start the first part of dQ, and dK += dS^T Q, after dV. accs: of dK. words: of dS^T.
+        Returns the accumulators of dQ, and the number of products issued after it."""
         operands, stage = self.fragments.dk_q, self.channels.q.index(block)
         if not self.traits.cta_pair:
             acc_dQ = issue_dQ(0)
@@ -73,7 +73,7 @@ class BlockProducts:
         # dV is complete when these are left
         warpgroup.wait_group(len(accs[:-1]) + len(acc_dQ))
         self.channels.do.release(block)
-        self.channels.grads.wait(block)
+        self.channels.grads.channel.wait(block)
         peer_ds = self.fragments.peer_ds[None, None, None, 0]
         for acc, peer_k in zip(acc_dQ, self.fragments.peer_k, strict=True):
             pair = peer_ds, peer_k[None, None, None, 0]
@@ -82,8 +82,7 @@ class BlockProducts:
         return acc_dQ, 1
 
     def issue_dq(self, block: Int32, tile: Int32, groups: tuple[Int32, ...], part: int) -> list:
-        """Start this warpgroup's products of a part of dQ = dS K, over the keys of groups, if there
-        are any; returns their accumulators."""
+        """Start this warpgroup's products of a part of dQ over the keys of some groups."""
         traits, accs = self.traits, []
         if not groups:
             return accs
@@ -104,7 +103,7 @@ class BlockProducts:
 
     @cute.jit
     def send_grads(self, block: Int32):
-        """Send dS to the other CTA, if there is one; one warp does so when all have written it."""
+        """Send dS, which all warps have written, to the other CTA, if there is one."""
         if const_expr(self.traits.cta_pair):  # noqa: SIM102 (decided while tracing)
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == Role.MMA:
                 self.channels.grads.send(block)
@@ -131,7 +130,7 @@ class BlockProducts:
         """Add to the parts of dV or dK, a commit group each. first_step: where words begin."""
         operand_a = wgmma.words_as_operand_a(words, self.traits.dtype)
         for acc, operand_b in zip(accs, operands_b, strict=True):
-            mma = self.traits.mma_keys(wgmma.num_cols(acc))
+            mma = self.traits.mma_words(wgmma.num_cols(acc))
             tile = operand_b[None, None, None, stage]
             wgmma.issue(mma, acc, operand_a, tile, accumulate, first_step=first_step)
 
@@ -159,7 +158,8 @@ def pass_over(tiles: BwdSmem, channels: Channels, scores: BlockScores, block: In
     channels.do.wait(block)
     channels.do.release(block)
     scores.discard_bits(cut)
-    scores.publish_nothing(block)
+    scores.acquire_summed(block)
+    scores.publish_grads(block)
     traits = scores.traits
     if const_expr(traits.columns.alternating):
         if traits.sums_dq(block):

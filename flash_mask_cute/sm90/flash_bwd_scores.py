@@ -1,11 +1,7 @@
 """The Hopper backward of a query block before its sums: S and dP, then P and dS.
 
-A warpgroup has 64 keys as rows and the block's queries as columns. P^T and dS^T come out in 16 bits
-as register operands of dV and dK; dS^T also goes to shared memory, where dQ reads it.
-
-If warpgroups have different keys, each computes both products. If both have the same keys, the
-first one computes S and P and the second one dP and dS, and they exchange P and dS through shared
-memory:
+If warpgroups have different keys, each computes both products. If both have the same keys, they
+exchange P and dS through shared memory:
 
     warpgroup 0: S -> P -> store                      -> load dS
     warpgroup 1: dP              -> load P -> dS -> store
@@ -47,6 +43,7 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import parts_of_products
 from flash_mask_cute.sm90.flash_bwd_traits import (
+    FEW_REGISTERS,
     NUM_MMA_WARPGROUPS,
     Barrier,
     BwdSmem,
@@ -54,9 +51,9 @@ from flash_mask_cute.sm90.flash_bwd_traits import (
     Channels,
 )
 from flash_mask_cute.sm90.warpgroups import (
-    Role,
     keep_columns,
     load_rows,
+    mma_warp,
     mma_warpgroup_idx,
     store_rows,
     take_bits,
@@ -66,8 +63,7 @@ NUM_MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 
 class Factors(NamedTuple):
-    """The operands of S^T = K Q^T and dP^T = V dO^T in shared memory. q and do: one for each part
-    of the products' columns."""
+    """Operands in shared memory. q and do: one for each part of the products' columns."""
 
     k: cute.Tensor  # (64 keys, tile_d) in k-steps, and stages
     q: tuple[cute.Tensor, ...]  # (tile_m / parts, tile_d) each, or all in one
@@ -83,9 +79,8 @@ def sync_both() -> None:
 class Peeked(NamedTuple):
     """Fills for the next query block that are known to have arrived (`Channel.is_full`).
 
-    bits: the bits of the next partial block, as far as this warp knows. bits_for_all: the same, as
-    all warps of both warpgroups know it. unmarked: Q has arrived, and none of its rows must be
-    cleared.
+    bits: of the next partial block, as far as this warp knows. bits_for_all: the same, as all warps
+    of both warpgroups know it. unmarked: Q has arrived, and none of its rows must be cleared.
     """
 
     q: Boolean
@@ -101,8 +96,7 @@ class Peeked(NamedTuple):
 
 @cute.jit
 def by_turn(is_turn: Boolean, step: cutlass.Constexpr[Callable[[bool], Peeked]]) -> Peeked:
-    """Run a step of a query block with whether it is this warpgroup's turn to sum dQ. Each case has
-    code of its own: a branch while products are in flight would serialise them."""
+    """Run step(is_turn). A branch inside it, while products are in flight, would serialise them."""
     peeked = Peeked.nothing()
     if is_turn:  # noqa: SIM108 (the compiler of the DSL takes branches)
         peeked = step(True)
@@ -121,8 +115,8 @@ class MainloopState(NamedTuple):
 
 
 class HalfSums(NamedTuple):
-    """Functions that issue the products of dV and of dK over half of a block's queries. Each takes
-    the words of P or dS of that half, and its number, and returns the number of products."""
+    """Functions that issue products over half of a block's queries. Each takes the words of P or dS
+    of that half, and its number, and returns the number of products."""
 
     add_dv: Callable[[cute.Tensor, int], int]
     add_dk: Callable[[cute.Tensor, int], int]
@@ -130,12 +124,8 @@ class HalfSums(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockScores:
-    """P^T and dS^T of a query block.
-
-    probs, grads: P^T and dS^T (64, tile_m) as words of two numbers (`wgmma.round_pairs`), operands
-    of dV and dK. values: the first columns of this warpgroup's values as an operand, kept in
-    registers (`BwdTraits.value_steps`), or None.
-    """
+    """probs, grads: P^T and dS^T (64, tile_m) of a query block, as words of `wgmma.round_pairs`.
+    values: the first columns of this warpgroup's values in registers, or None."""
 
     traits: cutlass.Constexpr[BwdTraits]
     tiles: BwdSmem
@@ -216,19 +206,15 @@ class BlockScores:
 
     @cute.jit
     def clear_marked_rows(self, block: Int32) -> None:
-        """Clear the marked rows of Q and dO in a query block whose Q has arrived.
-
-        Probabilities of 0 would not keep these rows from the sums (`core.row_blocks.marks_of`).
-
-        Run by both warpgroups, with no products of the block in flight; they meet only if there are
-        such rows.
-        """
+        """Clear the rows of Q and dO that probabilities of 0 would not keep from the sums
+        (`core.row_blocks.marks_of`), in a block whose Q has arrived. Run by both warpgroups, with
+        no products of the block in flight; they meet only if there are such rows."""
         traits, channels = self.traits, self.channels
         if self._any_mark(block):
             channels.do.wait(block)
             stage, do_stage = channels.q.index(block), channels.do.index(block)
             marks = self._marks(block)
-            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+            warp = mma_warp()
             for i in cutlass.range(traits.tile_m // traits.num_mma_warps, unroll=1):
                 row = i * traits.num_mma_warps + warp
                 if is_marked(marks, row, traits.packed_heads):
@@ -262,8 +248,8 @@ class BlockScores:
     def is_hidden(
         self, state: MainloopState, by_bits: cutlass.Constexpr[bool], first_visible: Int32 | None
     ) -> Boolean:
-        """Whether all keys of this warpgroup are known to be hidden from a query block. by_bits: by
-        mask bits. first_visible: the first block that causal masking lets see a key."""
+        """Whether all keys of this warpgroup are known to be hidden from a query block.
+        first_visible: the first block that causal masking lets see a key."""
         is_hidden = Boolean(False)
         if const_expr(by_bits):
             if state.peeked.bits_for_all:
@@ -282,8 +268,8 @@ class BlockScores:
 
     @cute.jit
     def tell_ready(self, block: Int32, following_cut: Int32) -> None:
-        """Record whether the next bits have arrived, for both warpgroups when they meet in a block.
-        The behaviour of a warpgroup must not depend on what each of its warps observes."""
+        """Record whether the next bits have arrived, for both warpgroups when they meet in a block:
+        what a warpgroup does must not depend on what each of its warps observes."""
         is_ready, ready = self.channels.bits.is_full(following_cut), self.tiles.ready
         if cute.arch.thread_idx()[0] == THREADS_PER_WARPGROUP:
             ready[block % 2] = Int32(is_ready)
@@ -305,9 +291,10 @@ class BlockScores:
 
     def acquire_grads(self, block: Int32) -> None:
         """Wait until dS of a block may be written, if it has the place of the one before."""
-        for channel in (self.channels.grads, self.channels.ds):
-            if channel is not None:
-                channel.acquire(block)
+        if self.channels.grads is not None:
+            self.channels.grads.channel.acquire(block)
+        elif self.channels.ds is not None:
+            self.channels.ds.acquire(block)
 
     def acquire_summed(self, block: Int32) -> None:
         """Wait until mask warps have summed the dS that is in the place of a block's dS."""
@@ -318,11 +305,6 @@ class BlockScores:
         """Let the mask warps sum dS of a block, which both warpgroups have written."""
         if self.channels.summed is not None:
             self.channels.summed.publish(block)
-
-    def publish_nothing(self, block: Int32) -> None:
-        """`publish_grads` of a block without dS."""
-        self.acquire_summed(block)
-        self.publish_grads(block)
 
     def complete(self, block: Int32) -> None:
         """Take the other warpgroup's results, after `sync_both`."""
@@ -357,11 +339,7 @@ class BlockScores:
             self._store_grads(words, unit)
 
     def _compute_in_halves(self, kind: Kind, state: MainloopState, sums: HalfSums) -> None:
-        """P and dS, and the products of dV and dK, of one half of the queries after the other.
-
-        While dS of the first half is computed, S of the second one is in flight; while P of the
-        second half is computed, its dP is.
-        """
+        """P and dS, and the products of dV and dK, of one half of the queries after the other."""
         traits, channels = self.traits, self.channels
         width = traits.tile_m // self.num_parts
         bits = self._bits(kind, state.cut, state.peeked.bits)
@@ -406,7 +384,7 @@ class BlockScores:
     def _make_grads(
         self, acc_dP: cute.Tensor, probs: cute.Tensor, grads: cute.Tensor, delta: cute.Tensor
     ) -> None:
-        """Words of dS from dP and words of P."""
+        """dS from dP, as words, and from words of P."""
         factors = cute.make_rmem_tensor(acc_dP.layout, Float32)
         factors.store(wgmma.rounded_values(probs, self.traits.dtype).load().to(Float32))
         score_gradients(wgmma.rows_by_cols(acc_dP), wgmma.rows_by_cols(factors), delta)
@@ -419,13 +397,13 @@ class BlockScores:
         tile = wgmma.ROWS_PER_WARPGROUP, width
         smem = cute.local_tile(self._grads_by_keys(unit), tile, (0, half))
         values = wgmma.rounded_values(words, traits.dtype)
-        store_rows(values, traits.mma_keys(width), smem, transposes=True)
+        store_rows(values, traits.mma_words(width), smem, transposes=True)
 
     def _compute_whole(self, kind: Kind, state: MainloopState) -> None:
         traits, chain, channels = self.traits, self.chain, self.channels
         is_plain = chain.is_empty
         # for wide heads there are no registers for dP while scores are modified
-        is_early = is_plain or traits.has_few_columns
+        is_early = is_plain or traits.fragment_registers <= FEW_REGISTERS
         acc_S, acc_dP = (wgmma.make_accumulator(traits.tile_m) for _ in range(2))  # (64, tile_m)
         statistics = self._statistics(state.block)
         self._issue_scores(acc_S, state)
@@ -450,9 +428,8 @@ class BlockScores:
             wgmma.round_pairs(self.probs, acc_S, traits.dtype)
 
     def _compute_by_parts(self, kind: Kind, state: MainloopState) -> None:
-        """P and dS in their words, and the gradients of aux tensors, one part of the columns at a
-        time: a branch in each part, for sums in memory or by references, keeps the compiler from
-        mixing parts, which the registers do not hold."""
+        """P, dS and the gradients of aux tensors, one part of the columns at a time. A branch in
+        each part keeps the compiler from mixing parts, which the registers do not hold."""
         counts = self.num_parts, len(self.factors.q), len(self.factors.do)
         width, width_s, width_dp = (self.traits.tile_m // count for count in counts)
         statistics = self._statistics(state.block)
@@ -564,7 +541,7 @@ class BlockScores:
     def _apply(
         self, kind: Kind, state: MainloopState, scores: cute.Tensor, statistics: Statistics
     ) -> None:
-        """Replace S by P; for modified scores write P to `probs`, and P times derivative to S."""
+        """P in place of S; of modified scores P in `probs`, and P times derivative for S."""
         bits = self._bits(kind, state.cut, state.peeked.bits)
         if self.chain.is_empty:
             if bits is not None:
@@ -581,7 +558,6 @@ class BlockScores:
         return take_bits(self.tiles.bits, self.channels.bits, first, cut, is_ready)
 
     def _chain_of(self, block: Int32) -> ScoreChain:
-        """The chain of modifications of a query block's scores."""
         if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
             m_block = self.tiles.words[1, self.channels.q.index(block)]
             return replace(self.chain, reduces_diagonals=is_mma_turn(m_block))
@@ -640,31 +616,23 @@ class BlockScores:
         return Statistics(lse, delta, reference, has_reference(references))
 
     def _pass_probs(self, block: Int32) -> None:
-        """Give P to the other warpgroup."""
         if self.traits.has_p:
-            self._store_probs()
+            values = wgmma.rounded_values(self.probs, self.traits.dtype)
+            store_rows(values, self._exchange_mma(), self.tiles.p[None, None, 0])
         else:
-            self.channels.grads.acquire(block)
+            self.channels.grads.channel.acquire(block)
             self._store_grads(self.probs, self.traits.ds_stage(block))
         cute.arch.barrier_arrive(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
 
     def _take_probs(self, block: Int32) -> None:
-        """Get P from the other warpgroup."""
         cute.arch.barrier(barrier_id=Barrier.PROBS, number_of_threads=NUM_MMA_THREADS)
         if self.traits.has_p:
-            self._load_probs()
+            operand = wgmma.words_as_operand_a(self.probs, self.traits.dtype)
+            load_rows(self.tiles.p[None, None, 0], self._exchange_mma(), operand)
         else:
             # each warp overwrites its part of P by dS
             self._load_grads(self.probs, self.traits.ds_stage(block))
             cute.arch.sync_warp()
-
-    def _store_probs(self) -> None:
-        values = wgmma.rounded_values(self.probs, self.traits.dtype)
-        store_rows(values, self._exchange_mma(), self.tiles.p[None, None, 0])
-
-    def _load_probs(self) -> None:
-        operand = wgmma.words_as_operand_a(self.probs, self.traits.dtype)
-        load_rows(self.tiles.p[None, None, 0], self._exchange_mma(), operand)
 
     def _store_grads(self, words: cute.Tensor, unit: Int32) -> None:
         """Write dS^T of 64 keys and 64 queries in dQ's layout, a query's values contiguous."""
@@ -680,7 +648,7 @@ class BlockScores:
 
     def _exchange_mma(self) -> cute.TiledMma:
         """A product whose accumulator and operand A have the order of 64 keys by 64 queries."""
-        return self.traits.mma_keys(wgmma.ROWS_PER_WARPGROUP)
+        return self.traits.mma_words(wgmma.ROWS_PER_WARPGROUP)
 
 
 def _words_of(words: cute.Tensor, part: int, num_parts: int) -> cute.Tensor:

@@ -1,14 +1,14 @@
 """Gradients of tables that all batch entries share, as a bias of pairs or of windows has them.
 
-If a score_mod adds a number of query, key and head to the score, the gradient of an element is a
-sum of dS over the batch. In the main kernel each score would be an addition to memory. Here a CTA
-owns 128 queries by 128 keys of a head, and walks over batch entries: it computes
+The gradient of an element is a sum of dS over the batch. In the main kernel each score would be an
+addition to memory. Here a CTA owns 128 queries by 128 keys of a head, and walks over batch entries:
+it computes
 
     S^T = K Q^T        dP^T = V dO^T        dS = exp(S + bias - LSE) * (dP - delta)
 
-again and sums dS in registers. What the score_mod adds stays in registers, too, because it is the
-same for all entries. If no two scores of an entry read the same element of a tensor, its sums are
-stored, and their order is fixed. Others are added to memory, once for a query and a key.
+again and sums dS in registers. What the score_mod adds stays in registers, too. If no two scores of
+an entry read the same element of a tensor, its sums are stored, and their order is fixed. Others
+are added to memory, once for a query and a key.
 
 | warps             | role | work                                                   |
 |-------------------|------|--------------------------------------------------------|
@@ -16,10 +16,8 @@ stored, and their order is fixed. Others are added to memory, once for a query a
 | warpgroups 1, 2   | mma  | 64 keys each, by two halves of 64 queries              |
 
 A batch entry is two fills: Q, K and statistics for S, and dO and V for dP. Few tiles would leave
-SMs idle, so the batch may have parts, which have stored sums of their own
-(`call/batch_sums.py`).
-
-Elements outside the sequences are computed from whatever lies there, and not stored.
+SMs idle, so the batch may have parts, which have stored sums of their own. Elements outside the
+sequences are computed from whatever lies there, and not stored.
 """
 
 from collections.abc import Callable
@@ -68,8 +66,7 @@ STATS = 3
 
 @dataclass(frozen=True)
 class SharedTraits(HeadColumns):
-    """Shape of the work of a CTA. tile_m: queries of a row block and of a bit tile, 64 or 128.
-    has_marks: rows of queries that see nothing may be marked."""
+    """tile_m: queries of a row block and of a bit tile, 64 or 128. has_marks: as in `BwdTraits`."""
 
     tile_m: int
     has_marks: bool
@@ -81,7 +78,6 @@ class SharedTraits(HeadColumns):
 
     @property
     def mark_words(self) -> int:
-        """Words of marks of a row block."""
         return mark_words(self.tile_m) if self.has_marks else 0
 
     @property
@@ -108,10 +104,6 @@ class SharedTraits(HeadColumns):
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (1 + NUM_MMA_WARPGROUPS)
 
-    def mma(self) -> cute.TiledMma:
-        """64 keys by 64 queries."""
-        return wgmma.make_mma(self.dtype, ROWS_PER_WARPGROUP)
-
     def layout(self, i: int) -> cute.ComposedLayout:
         """(64, columns, boxes of all stages) of the operands of S, or of dP."""
         boxes = BOXES * self.stages[i]
@@ -135,8 +127,7 @@ class SharedExtents(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
     batch: Int32
-    group: Int32
-    """Query heads of a KV head."""
+    group: Int32  # query heads of a KV head
     m_tiles: Int32
     n_tiles: Int32
 
@@ -162,9 +153,9 @@ class SharedSmem(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class SharedGradientsSm90:
-    """Kernel for Hopper, to be passed to `cute.compile`.
+    """Kernel for Hopper, for `cute.compile`.
 
-    :param traits: of dimensions that fit
+    :param traits: that fit
     :param score_mod: adds a number that all batch entries share
         (`ModReads.is_batch_invariant_bias`)
     :param wants_aux: numbers of the tensors to sum for, which are among `ModReads.shared`
@@ -201,14 +192,9 @@ class SharedGradientsSm90:
         window_size_right: Int32 | None = None,
         mask_bit_tensors: tuple | None = None,
     ):
-        """Launch on `stream`.
-
-        :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense
-        :param sums: of each wanted tensor, fp32 (parts, *its shape), written where some query, key
-            and head read an element; or those to which terms are added (`AuxSums`)
-        :param num_parts: of the batch
-        :param window_size_left, window_size_right, mask_bit_tensors: as in the main kernel
-        """
+        """Launch on `stream`. Arguments are those of the main kernel, dense. sums: of each wanted
+        tensor, fp32 (parts of the batch, *its shape), written where some query, key and head read
+        an element; or those to which terms are added (`AuxSums`)."""
         traits = self.traits
         sources = EntrySources.create(
             mStats,
@@ -305,7 +291,6 @@ class SharedGradientsSm90:
         tiles: SharedSmem,
         channels: tuple,
     ):
-        """The load warp."""
         for_s, for_dp = channels
         bytes_s, bytes_dp = self.traits.box_bytes
         for i in cutlass.range(part.count, unroll=1):
@@ -383,7 +368,7 @@ class SharedGradientsSm90:
         mask_bits: MaskBitsArgs | None,
     ):
         """MMA warpgroup: 64 keys of the tile."""
-        mma, (for_s, for_dp) = self.traits.mma(), channels
+        mma, (for_s, for_dp) = self.traits.mma_scores(), channels
         operands = tuple(
             (wgmma.operand_a(mma, x), wgmma.operand_b(mma, x)) for x in (tiles.s, tiles.dp)
         )
@@ -507,7 +492,6 @@ class SharedGradientsSm90:
     def _evaluate(
         self, part: SharedPart, extents: SharedExtents, aux_tensors: tuple, added: list[cute.Tensor]
     ) -> None:
-        """What the score_mod adds to each score."""
         for half, acc in enumerate(added):
             values, places = wgmma.rows_by_cols(acc), self._places(part, extents, half)
             for c in range(cute.size(values, mode=[1])):

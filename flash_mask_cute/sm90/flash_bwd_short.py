@@ -6,9 +6,9 @@ entries. It has all of P and dS of an entry, so it writes dQ, dK and dV once, in
     S^T = K Q^T        dP^T = V dO^T        P = exp(S - LSE)        dS = P * (dP - delta)
     dV = P^T dO        dK = scale dS^T Q    dQ = scale dS K
 
-What a score_mod adds is the same for all entries. It is evaluated once, and stays in shared memory,
-where each thread reads its own values; -inf hides scores. For the gradients of its tensors, dS is
-summed over entries in registers (`entry_sums`).
+What a score_mod adds is the same for all entries. It is evaluated once, and stays in shared memory
+(`cached_bias_tile`). For the gradients of its tensors, dS is summed over entries in registers
+(`entry_sums`).
 
 | warps             | role | work                                                   |
 |-------------------|------|--------------------------------------------------------|
@@ -36,6 +36,7 @@ from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup, transposed
 from flash_mask_cute.core.marked_rows import clear_row
+from flash_mask_cute.core.row_blocks import mark_words
 from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.rules.mask_rules import WindowArgs
@@ -47,7 +48,7 @@ from flash_mask_cute.sm90.cached_bias_tile import (
     differentiate,
     evaluate,
     keys_exist,
-    mma_warp,
+    scores_of,
     statistic,
     store_grads,
 )
@@ -60,17 +61,12 @@ from flash_mask_cute.sm90.flash_bwd_short_traits import (
     ShortTraits,
 )
 from flash_mask_cute.sm90.gradient_stores import scale, send_gradient
-from flash_mask_cute.sm90.warpgroups import (
-    Role,
-    mma_warpgroup_idx,
-    sync_warpgroup,
-)
+from flash_mask_cute.sm90.warpgroups import Role, mma_warp, mma_warpgroup_idx, sync_warpgroup
 from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads). ALL: of the MMA warps. SENT and the next: the warps of
-    an MMA warpgroup have sent gradients."""
+    """Named barriers (0 is __syncthreads). ALL: of MMA warps. SENT and next: of a warpgroup."""
 
     ALL = 1
     SENT = 2
@@ -93,14 +89,7 @@ class ShortPart(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ShortBackwardSm90:
-    """Kernel for Hopper, to be passed to `cute.compile`.
-
-    :param traits: that fit
-    :param score_mod: adds a number that all batch entries share
-        (`ModReads.is_batch_invariant_bias`)
-    :param wants_aux, once: as in `SharedGradientsSm90`
-    :param is_causal: as in the main kernel
-    """
+    """Kernel for Hopper, for `cute.compile`. Parameters are those of `SharedGradientsSm90`."""
 
     traits: ShortTraits
     score_mod: Callable[..., Any] | None = None
@@ -135,15 +124,8 @@ class ShortBackwardSm90:
         window_size_left: Int32 | None = None,
         window_size_right: Int32 | None = None,
     ):
-        """Launch on `stream`.
-
-        :param mQ, mK, mV, mdO, mStats: as in the main kernel, dense, as many heads of keys as of
-            queries
-        :param mdQ, mdK, mdV: gradients, like mQ, mK and mV
-        :param sums: as in `SharedGradientsSm90`
-        :param num_parts: of the batch
-        :param window_size_left, window_size_right: as in the main kernel
-        """
+        """Launch on `stream`. Arguments are those of the main kernel, dense, with as many heads of
+        keys as of queries. num_parts: of the batch. sums: as in `SharedGradientsSm90`."""
         traits = self.traits
         sources = EntrySources.create(
             mStats,
@@ -212,7 +194,6 @@ class ShortBackwardSm90:
         tiles: ShortTiles,
         channels: tuple,
     ):
-        """The load warp."""
         traits, (for_s, for_dp) = self.traits, channels
         bytes_s, bytes_dp = traits.bytes_of_operands
         for i in cutlass.range(part.count, unroll=1):
@@ -257,7 +238,7 @@ class ShortBackwardSm90:
         number: Int32,
         place: tuple[Int32, Int32],
     ) -> None:
-        """The statistics of 64 queries after another, and the marks of their row blocks."""
+        """Statistics, 64 queries at a time, and marks of their row blocks."""
         traits, (head_idx, batch_idx) = self.traits, place
         stats_m, rows = traits.stats_m, ROWS_PER_WARPGROUP
         target, barrier = smem[None, channel.index(number)], channel.barrier(number)
@@ -271,7 +252,7 @@ class ShortBackwardSm90:
             ]
             if traits.has_marks:
                 at = traits.num_stats * traits.stats_rows + group * WORDS_OF_MARKS
-                pieces.append((traits.num_stats * stats_m, at, traits.marks_of_block))
+                pieces.append((traits.num_stats * stats_m, at, mark_words(stats_m)))
             load_words(source, target, pieces, barrier)
 
     # -- mma ------------------------------------------------------------------------------------
@@ -314,7 +295,8 @@ class ShortBackwardSm90:
             acc_dV = wgmma.make_accumulator(traits.cols[1])
             for b in cutlass.range_constexpr(traits.num_blocks):
                 own = keys[None, None, None, unit], values[None, None, None, dp_unit]
-                acc_S, acc_dP = self._scores(b, own, tiles, (stage, dp_stage))
+                queries = self._queries(tiles.q, b, stage), self._queries(tiles.do, b, dp_stage)
+                acc_S, acc_dP = scores_of(traits, own, queries)
                 probs, grads = (cute.make_rmem_tensor(traits.block_m // 4, Int32) for _ in range(2))
                 accs = (acc_S, acc_dP, *totals[b : b + traits.sums])
                 if has_keys:
@@ -352,7 +334,6 @@ class ShortBackwardSm90:
         self._sync_all()
 
     def _sync_all(self) -> None:
-        """Wait for all MMA warps."""
         num_threads = self.traits.num_mma_threads
         cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=num_threads)
 
@@ -377,33 +358,18 @@ class ShortBackwardSm90:
 
     # -- scores ---------------------------------------------------------------------------------
 
-    def _scores(
-        self,
-        b: int,
-        own: tuple[cute.Tensor, cute.Tensor],
-        tiles: ShortTiles,
-        stages: tuple[Int32, Int32],
-    ) -> list[cute.Tensor]:
-        """S and dP of a block of queries. own: this warpgroup's keys and values."""
-        traits, accs = self.traits, []
-        mma = traits.mma_scores()
-        of_queries = (tiles.q, tiles.do)
-        for a, smem, stage, steps in zip(own, of_queries, stages, traits.steps, strict=True):
-            block = traits.block_m, cute.size(smem, mode=[1])
-            queries = wgmma.operand_b(mma, cute.local_tile(smem, block, (b, 0, None)))
-            acc = wgmma.make_accumulator(traits.block_m)
-            wgmma.issue(mma, acc, a, queries[None, None, None, stage], False, steps)
-            accs.append(acc)
-        warpgroup.wait_group(0)
-        return accs
+    def _queries(self, smem: cute.Tensor, b: int, stage: Int32) -> cute.Tensor:
+        """Operand B of a block's S or dP."""
+        traits, cols = self.traits, cute.size(smem, mode=[1])
+        block = cute.local_tile(smem, (traits.block_m, cols), (b, 0, None))
+        return wgmma.operand_b(traits.mma_scores(), block)[None, None, None, stage]
 
     def _places(self, part: ShortPart, extents: ShortExtents, b: int) -> Places:
-        """Of a block of queries."""
         first_key = mma_warpgroup_idx() * ROWS_PER_WARPGROUP
         return Places.create(b * self.traits.block_m, first_key, part.head_idx, *extents[:2])
 
     def _added(self, tiles: ShortTiles, b: int) -> cute.Tensor | None:
-        """Shared memory for what is added to scores of this thread in a block."""
+        """What is added to this thread's scores in a block."""
         if not self.traits.adds:
             return None
         groups = self.traits.block_m // 8

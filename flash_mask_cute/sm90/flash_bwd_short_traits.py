@@ -15,11 +15,10 @@ from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     swizzled,
 )
-from flash_mask_cute.core.row_blocks import mark_words
 from flash_mask_cute.core.storage import barriers, elements, floats
 from flash_mask_cute.sm90.entry_loads import HeadColumns, stages_in
 from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, SMEM_BOOKKEEPING
-from flash_mask_cute.sm90.wgmma import MN, REGISTERS, ROWS_PER_WARPGROUP, make_mma, rows_layout
+from flash_mask_cute.sm90.wgmma import MN, ROWS_PER_WARPGROUP, make_mma, rows_layout
 
 # queries of a tile, and of a block, for which S and dP are computed at a time
 QUERY_TILES = (
@@ -43,8 +42,6 @@ WORDS_OF_MARKS = 4
 
 
 class ShortTiles(NamedTuple):
-    """The contents of shared memory: see `ShortTraits`."""
-
     q: cute.Tensor  # (tile_m, columns, stages)
     k: cute.Tensor  # (64, columns, warpgroups * stages)
     do: cute.Tensor  # (tile_m, columns, stages)
@@ -83,7 +80,6 @@ class ShortTraits(HeadColumns):
 
     @property
     def block_m(self) -> int:
-        """Queries whose S and dP are computed at a time."""
         return dict(QUERY_TILES)[self.tile_m]
 
     @property
@@ -115,7 +111,7 @@ class ShortTraits(HeadColumns):
 
     @property
     def has_gaps(self) -> bool:
-        """Whether products read parts of dS that no scores have, for rows that are not stored."""
+        """Whether products read parts of dS that nobody writes, for rows that are not stored."""
         return self.tile_m < self.stats_rows or self.key_warps < self.num_mma_warps
 
     @property
@@ -155,7 +151,7 @@ class ShortTraits(HeadColumns):
 
     @property
     def num_stats(self) -> int:
-        """Of a query: LSE, delta and, with a score_mod, reference."""
+        """LSE, delta and, with a score_mod, reference."""
         return 2 + self.has_score_mod
 
     @property
@@ -170,11 +166,6 @@ class ShortTraits(HeadColumns):
     @property
     def bytes_stats(self) -> int:
         return self.stats_words * 4
-
-    @property
-    def marks_of_block(self) -> int:
-        """Words of marks of a row block."""
-        return mark_words(self.stats_m) if self.has_marks else 0
 
     @property
     def cached_bias_words(self) -> int:
@@ -203,21 +194,9 @@ class ShortTraits(HeadColumns):
         is_narrow = max(self.cols) <= MOST_COLUMNS
         return is_narrow and min(self.stages) > 0 and self.needed_registers <= self.mma_registers
 
-    def mma_scores(self) -> cute.TiledMma:
-        """S^T = K Q^T and dP^T = V dO^T: 64 keys by the queries of a block."""
-        return make_mma(self.dtype, self.block_m)
-
-    def mma_words(self, n: int) -> cute.TiledMma:
-        """dV = P^T dO: 64 keys by n columns, P in registers."""
-        return make_mma(self.dtype, n, b_major=MN, source=REGISTERS)
-
     def mma_dk(self) -> cute.TiledMma:
         """dK = dS^T Q: 64 keys by columns; keys of a query are contiguous."""
         return make_mma(self.dtype, self.cols[0], MN, MN)
-
-    def mma_dq(self) -> cute.TiledMma:
-        """dQ = dS K: 64 queries by columns."""
-        return make_mma(self.dtype, self.cols[0], b_major=MN)
 
     def layout_queries(self, i: int) -> cute.ComposedLayout:
         """Of Q (0) or dO (1)."""

@@ -9,7 +9,6 @@ more: the bits hide everything of it, and its sums are not sent.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -48,19 +47,10 @@ def _of_first(value: Int32) -> Int32:
     return cutlass.select_(value < 0, cute.arch.shuffle_sync(value, 0), value)
 
 
-class _TokenRows(NamedTuple):
-    """What is copied of a token: rows of a tensor, of `dim` columns, to a tile."""
-
-    atom: cute.CopyAtom
-    source: cute.Tensor
-    smem: cute.Tensor
-    dim: int
-
-
 @dataclass(frozen=True)
 class TokenLoads(QueryLoads):
-    """`QueryLoads` of listed queries; stats (heads_kv, queries, -1). In place of a row block each
-    lane has the place of its query in scratch memory, or UNSENT."""
+    """stats (heads_kv, queries, -1). In place of a row block each lane has the place of its query
+    in scratch memory, or UNSENT."""
 
     def row_block(self, work: Work, block: Block) -> Int32:
         tokens = self.traits.tokens_per_block
@@ -76,42 +66,39 @@ class TokenLoads(QueryLoads):
             source = source[None, None, at.work.batch_idx]
         else:
             row += at.work.offset_q
-        return partial(self._copy_tokens, atom, source, smem, dim, at.block.head_idx, row)
+        of_query = atom, source, smem, dim, at.block.head_idx, row
+        return partial(self._copy_block, partial(self._copy_query, *of_query))
 
     @cute.jit
-    def _copy_tokens(
+    def _copy_block(
         self,
-        atom: cute.CopyAtom,
-        source: cute.Tensor,
-        smem: cute.Tensor,
-        dim: cutlass.Constexpr[int],
-        group: Int32,
-        row_of_lane: Int32,
+        copy_query: cutlass.Constexpr[Callable[[int | Int32, Int32, cute.Pointer], None]],
         stage: Int32,
         barrier: cute.Pointer,
     ) -> None:
         tokens = self.traits.tokens_per_block
-        of_all = _TokenRows(atom, source, smem, dim)
-        copy = partial(self._copy_token, of_all, group, row_of_lane)
         if const_expr(tokens <= MAX_UNROLLED):
             for i in cutlass.range_constexpr(tokens):
-                copy(i, stage, barrier)
+                copy_query(i, stage, barrier)
         else:
             for i in cutlass.range(tokens, unroll=1):
-                copy(i, stage, barrier)
+                copy_query(i, stage, barrier)
 
-    def _copy_token(
+    def _copy_query(
         self,
-        of_all: _TokenRows,
+        atom: cute.CopyAtom,
+        source: cute.Tensor,
+        smem: cute.Tensor,
+        dim: int,
         group: Int32,
         row_of_lane: Int32,
         i: int | Int32,
         stage: Int32,
         barrier: cute.Pointer,
     ) -> None:
+        """Copy the rows of query i of a block, of `dim` columns."""
         rows = self.traits.packed_heads
         row = cute.arch.shuffle_sync(row_of_lane, i)
-        atom, source, smem, dim = of_all
         box = cute.local_tile(smem, (rows, dim), (i, 0, None))
         first, tile = (group * rows, row), (rows, 1)
         if self.traits.group_size < rows:
@@ -142,8 +129,8 @@ class TokenLoads(QueryLoads):
 
 @dataclass(frozen=True)
 class TokenSums(DqSums):
-    """`DqSums` of listed queries, without an order: each lane adds those of its query. part_sizes:
-    the sums of a query. num_tokens: queries of a block."""
+    """Without an order: each lane adds the sums of its query. part_sizes: the sums of a query.
+    num_tokens: queries of a block."""
 
     num_tokens: cutlass.Constexpr[int] = 1
 

@@ -1,7 +1,4 @@
-"""Static facts of the Hopper backward: tiles, WGMMA shapes, shared memory, warps and registers.
-
-Like `flash_fwd_traits`: Python ints decide; layouts and MMA atoms are made where they are needed.
-"""
+"""Static facts of the Hopper backward: tiles, WGMMA shapes, shared memory, warps and registers."""
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -26,7 +23,7 @@ from flash_mask_cute.core.cta import (
 from flash_mask_cute.core.cursor import Cursor
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.ring import WORDS
-from flash_mask_cute.core.row_blocks import alternating_sums, stats_words
+from flash_mask_cute.core.row_blocks import alternating_sums
 from flash_mask_cute.core.storage import barriers, elements, floats, words
 from flash_mask_cute.core.walk_ring import CHUNK, OWN_FIELDS, WalkRing
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS, WorkRing
@@ -39,8 +36,8 @@ from flash_mask_cute.sm90.flash_bwd_limits import (
     SPARE_REGISTERS,
     why_infeasible,
 )
-from flash_mask_cute.sm90.flash_bwd_token_limits import ListedQueryTraits
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS, GradientColumns, shared_width
+from flash_mask_cute.sm90.query_block_traits import QueryBlockTraits
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, Role, mma_warpgroup_idx
 from flash_mask_cute.sm90.wgmma import (
     COLUMNS,
@@ -65,8 +62,8 @@ PAIR_WIDTHS = (160, 192, 256)
 
 
 class Barrier(IntEnum):
-    """Named barriers (0 is __syncthreads). PROBS: P of a block has been written, if the warpgroups
-    share keys. SENT and the next: the warps of an MMA warpgroup have sent dK and dV."""
+    """Named barriers (0 is __syncthreads). PROBS: P of a block has been written for the other MMA
+    warpgroup. SENT and the next: the warps of an MMA warpgroup have sent dK and dV."""
 
     BOTH = 1
     PROBS = 2
@@ -84,19 +81,15 @@ class Channels(NamedTuple):
     summed: Channel | None
     ring: WorkRing
     walk: WalkRing
-    grads: PeerGrads | None
-    claims: Claims | None
+    grads: PeerGrads | None = None
+    claims: Claims | None = None
 
 
 class BwdSmem(NamedTuple):
-    """The contents of shared memory: see `BwdTraits` for the layouts.
-
-    p: P of a block, if the warpgroups share keys. peer_k, peer_ds: from the other CTA. dq: fp32
-    sums of a part. stats: `core.row_blocks.stats_words`, words: `query_words`, of a query block.
-    bits: of a partial block. any_bits: for each 32 keys, the OR of their bits. ready: two places,
-    used alternately: whether the bits of the next block had arrived when both warpgroups met in a
-    block. sums: of reads by difference, of each warp that sums.
-    """
+    """peer_k, peer_ds: from the other CTA. dq: fp32 sums of a part. any_bits: for each 32 keys, the
+    OR of their bits. ready: two places, used alternately: whether the bits of the next block had
+    arrived when both warpgroups met in a block. sums: of reads by difference, of each warp that
+    sums."""
 
     q: cute.Tensor  # (tile_m, tile_d, stages_q)
     do: cute.Tensor  # (tile_m, tile_dv, stages_do)
@@ -116,31 +109,26 @@ class BwdSmem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BwdTraits(ListedQueryTraits):
-    """Shape of one CTA's work: tile_n keys, and a walk over blocks of tile_m queries.
+class BwdTraits(QueryBlockTraits):
+    """Shape of one CTA's work (see the top of `flash_bwd`): tile_n keys, and a walk over blocks of
+    tile_m queries.
 
-    Each of two MMA warpgroups owns 64 keys. Its S^T and dP^T have keys as rows, so P^T and dS^T are
-    register operands of dV and dK. Only dS goes through shared memory, for dQ, which sums over the
-    keys of both. For heads wider than 128 the sums of dK and dV do not fit a warpgroup's registers.
-    Then both warpgroups work on the same 64 keys, each has half of the columns of dK and dV, and
-    one computes S, the other dP. stages_kv 2: the next work tile's keys and values arrive while
-    this one computes. value_cols: columns of its values that a warpgroup keeps in registers, if
-    nothing modifies the scores; the products of dO with these read half as much shared memory.
+    stages_kv 2: the next work tile's keys and values arrive while this one computes. value_cols:
+    columns of its values that a warpgroup keeps in registers, if nothing modifies the scores; the
+    products of dO with these read half as much shared memory. cta_pair: two CTAs with neighbouring
+    keys sum dQ together, half of the columns each. P then takes the way of dS, which has only one
+    place, so nothing may modify scores. splits_keys: each warpgroup has keys of its own in heads
+    wider than 128. Then registers are left for S and dP of half of a block, and nothing may modify
+    scores. shares_tile: narrower heads share keys, too.
 
-    has_reference: the statistics of a query have a third number, for scores of any magnitude.
-    sums_of_warp, sums_of_mask_warp: words of an MMA warp, and of a mask warp, for sums of gradients
-    of aux tensors by difference; mask warps sum dS in shared memory (`flash_bwd_diagonals`).
-    cta_pair: two CTAs with neighbouring keys sum dQ together (`cta_pairs`), half of the columns
-    each. P then takes the way of dS, which has only one place, so nothing may modify scores.
-    splits_keys: each warpgroup has keys of its own though heads are wider than 128. Then registers
-    are left for S and dP of half of a block (`BlockScores`), and nothing may modify scores.
-    has_marks: rows of queries that see nothing may be marked to be cleared. own_warpgroup: the MMA
-    warpgroup that these traits are for, where the two have code of their own (`GradientColumns`).
-    packed_heads: 1: heads of a group pass by one after the other. More: a block has all heads of a
-    few listed queries (`flash_bwd_tokens`), query by query: statistics and sums of dQ of a query
-    lie together. group_size: how many of a query's rows are heads, the first ones; 0: all.
-    shares_tile: narrower heads share keys, too. lists_per_warpgroup: block lists say of each
-    warpgroup's keys what they see (`BackwardMask.own_keys`).
+    has_marks: rows of queries that see nothing may be marked to be cleared. has_reference: the
+    statistics of a query have a third number, for scores of any magnitude. sums_of_warp,
+    sums_of_mask_warp: words of an MMA warp, and of a mask warp, for sums of gradients of aux
+    tensors by difference. own_warpgroup: the MMA warpgroup that these traits are for, where the two
+    have code of their own (`GradientColumns`). packed_heads: above 1, a block has all heads of a
+    few listed queries (`flash_bwd_tokens`). group_size: how many of a query's rows are heads, the
+    first ones; 0: all. lists_per_warpgroup: block lists say of each warpgroup's keys what they see
+    (`BackwardMask.own_keys`).
     """
 
     dtype: type[cutlass.Numeric]
@@ -199,8 +187,7 @@ class BwdTraits(ListedQueryTraits):
 
     @property
     def ds_stages(self) -> int:
-        """Stages of dS. With two, a warpgroup writes dS of a block while the other one may still
-        sum the previous block; used if there is room."""
+        """With two, a warpgroup writes dS of a block while the other may still sum the last."""
         return 1 if self.cta_pair or self.splits_keys else 2
 
     @property
@@ -235,19 +222,15 @@ class BwdTraits(ListedQueryTraits):
         return self.tile_m // ROWS_PER_WARPGROUP
 
     def num_score_parts(self, num_aux_grads: int) -> int:
-        """Parts of the columns of S and dP, processed in turn if aux tensors have gradients, or if
-        there are registers for no more.
-
-        Such gradients need S and dP of a score at once, and all columns would not fit registers:
-        docs/facts/compiler.md#gradients-of-aux-tensors-need-s-and-dp-of-each-score-at-once
-        """
+        """Parts of the columns of S and dP, processed in turn: registers would not hold all columns
+        for gradients of aux tensors, which need S and dP of a score at once
+        (docs/facts/compiler.md#gradients-of-aux-tensors-need-s-and-dp-of-each-score-at-once)."""
         if self.splits_keys:
             return NUM_HALVES
         return 1 if num_aux_grads == 0 else 2 if num_aux_grads == 1 else 4
 
     @property
     def columns(self) -> GradientColumns:
-        """The columns of the products that sum dQ, dK and dV."""
         tile = self.tile_m, self.tile_d, self.tile_dv
         more: tuple[Any, ...] = (self.own_warpgroup,)
         if self.splits_keys:
@@ -255,7 +238,6 @@ class BwdTraits(ListedQueryTraits):
         return GradientColumns(*tile, self.num_ctas, self.shares_keys, *more)
 
     def for_warpgroup(self, warpgroup: int) -> "BwdTraits":
-        """The traits of one MMA warpgroup's code."""
         return replace(self, own_warpgroup=warpgroup)
 
     def warpgroup_idx(self) -> Int32 | int:
@@ -287,7 +269,6 @@ class BwdTraits(ListedQueryTraits):
 
     @property
     def needed_registers(self) -> int:
-        """Registers of an MMA thread."""
         more = max(self.value_cols // COLS_PER_REGISTER, SPARE_REGISTERS)
         return self.fragment_registers + SCALAR_REGISTERS + more
 
@@ -312,11 +293,6 @@ class BwdTraits(ListedQueryTraits):
             # all of dQ beside P and dS in 16 bits takes more than S and dP
             in_flight = max(in_flight, (self.tile_m + self.tile_d) // 2)
         return cols // 2 + in_flight
-
-    @property
-    def has_few_columns(self) -> bool:
-        """Whether a thread has registers for S, dP and the modification of scores at once."""
-        return self.fragment_registers <= FEW_REGISTERS
 
     @property
     def value_steps(self) -> int:
@@ -344,13 +320,8 @@ class BwdTraits(ListedQueryTraits):
         return self.tile_m * self.tile_n * 2
 
     @property
-    def bytes_p(self) -> int:
-        """Bytes of P, which one warpgroup computes for both if they share keys."""
-        return ROWS_PER_WARPGROUP * ROWS_PER_WARPGROUP * 2 if self.has_p else 0
-
-    @property
     def has_p(self) -> bool:
-        """Whether P has a place of its own in shared memory."""
+        """Whether P of warpgroups that share keys has a place of its own."""
         return self.shares_keys and not self.cta_pair
 
     @property
@@ -363,32 +334,12 @@ class BwdTraits(ListedQueryTraits):
         """Bytes that come with the Q of a work tile's first block, and with its dO."""
         return self.bytes_k + self.bytes_peer_k
 
-    @property
-    def bytes_with_do(self) -> int:
-        return self.bytes_v
-
-    @property
-    def bytes_peer_ds(self) -> int:
-        return self.bytes_ds if self.cta_pair else 0
+    bytes_with_do = bytes_v
 
     @property
     def bytes_dq(self) -> int:
         """fp32 sums of a part of dQ on their way out."""
         return max(self.columns.sizes_dq) * 4
-
-    @property
-    def num_stats(self) -> int:
-        """Statistics of a query: LSE, delta, and the reference of its scores, if they have one."""
-        return 2 + self.has_reference
-
-    @property
-    def stats_words(self) -> int:
-        """Statistics of a query block, and marks of its rows."""
-        return stats_words(self.tile_m, self.num_stats, self.has_marks, self.packed_heads)
-
-    @property
-    def bytes_stats(self) -> int:
-        return self.stats_words * 4
 
     @property
     def bytes_bits(self) -> int:
@@ -406,10 +357,9 @@ class BwdTraits(ListedQueryTraits):
             # marks are among the small things
             self.stages_q * (self.bytes_q + max(2 * self.tile_m * 4, self.bytes_of_listed))
             + self.stages_do * self.bytes_do
-            + self.ds_stages * self.bytes_ds
-            + self.bytes_p
+            # with P, or the peer's dS
+            + (self.ds_stages + self.has_p + self.cta_pair) * self.bytes_ds
             + self.bytes_peer_k
-            + self.bytes_peer_ds
             + self.stages_kv * (self.bytes_k + self.bytes_v)
             + self.bytes_dq
             + self.bytes_bits
@@ -418,9 +368,7 @@ class BwdTraits(ListedQueryTraits):
             + SMEM_BOOKKEEPING
         )
 
-    def infeasible(self) -> str | None:
-        """The reason why a kernel with these traits cannot run, or None."""
-        return why_infeasible(self)
+    infeasible = why_infeasible
 
     def mma_scores(self, num_parts: int = 1) -> cute.TiledMma:
         """S^T = K Q^T and dP^T = V dO^T: 64 keys by tile_m queries, or by a part of these."""
@@ -430,7 +378,7 @@ class BwdTraits(ListedQueryTraits):
         """dP^T = V dO^T of the values that lie in registers."""
         return make_mma(self.dtype, self.tile_m, source=REGISTERS)
 
-    def mma_keys(self, n: int) -> cute.TiledMma:
+    def mma_words(self, n: int) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q: 64 keys by n columns, the scores in registers."""
         return make_mma(self.dtype, n, b_major=MN, source=REGISTERS)
 
@@ -476,7 +424,6 @@ class BwdTraits(ListedQueryTraits):
         return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, count)
 
     def ds_stage(self, block: Int32) -> Int32:
-        """The stage of dS of a query block."""
         return block % self.ds_stages
 
     def ds_unit(self, stage: Int32, key_group: Int32, row_group: Int32 | int) -> Int32:
@@ -487,12 +434,8 @@ class BwdTraits(ListedQueryTraits):
         """(64, cols_dq, 1)."""
         return rows_layout(self.dtype, ROWS_PER_WARPGROUP, self.columns.cols_dq, 1)
 
-    def layout_peer_ds(self) -> cute.ComposedLayout:
-        """(64 queries, 64 keys, 1), keys contiguous."""
-        return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
-
-    def layout_p(self) -> cute.ComposedLayout:
-        """(64 keys, 64 queries, 1), queries contiguous."""
+    def layout_block(self) -> cute.ComposedLayout:
+        """(64, 64, 1): queries by keys of the peer's dS, or keys by queries of P."""
         return rows_layout(self.dtype, ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP, 1)
 
     @property
@@ -500,10 +443,6 @@ class BwdTraits(ListedQueryTraits):
         """Warps that stage sums of dQ: one warpgroup's if the other has its own columns."""
         is_shared = self.own_warpgroup is None and not self.columns.alternating
         return self.num_mma_warps if is_shared else WARPS_PER_WARPGROUP
-
-    def shape_dq(self, width: int) -> tuple[int, int, int, int]:
-        """(4, lane, column group, warp): sums of dQ of a width as the threads hold them."""
-        return 4, 32, width // 8, self.staging_warps
 
     def sums_dq(self, block: Int32) -> Boolean:
         """Whether it is this MMA warpgroup's turn to sum dQ of a query block."""
@@ -522,7 +461,6 @@ class BwdTraits(ListedQueryTraits):
         return self.key_group() * ROWS_PER_WARPGROUP
 
     def key_group(self) -> Int32:
-        """The index of this MMA warpgroup's group of keys."""
         return Int32(0) if self.shares_keys else mma_warpgroup_idx()
 
     def column_group(self) -> Int32 | int:
@@ -530,8 +468,6 @@ class BwdTraits(ListedQueryTraits):
         return self.warpgroup_idx() if self.shares_keys else Int32(0)
 
     def storage(self) -> cute.struct:
-        """The shared memory of a CTA."""
-
         dtype = self.dtype
 
         @cute.struct
@@ -541,9 +477,9 @@ class BwdTraits(ListedQueryTraits):
             k: elements(dtype, self.layout_k())
             v: elements(dtype, self.layout_v())
             ds: elements(dtype, self.layout_ds())
-            p: elements(dtype, self.layout_p(), self.has_p)
+            p: elements(dtype, self.layout_block(), self.has_p)
             peer_k: elements(dtype, self.layout_peer_k(), self.cta_pair)
-            peer_ds: elements(dtype, self.layout_peer_ds(), self.cta_pair)
+            peer_ds: elements(dtype, self.layout_block(), self.cta_pair)
             dq: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, self.bytes_dq // 4], 1024]
             stats: floats(self.stats_words * self.stages_q)
             bits: words(COLUMNS.num_words * self.tile_n)
@@ -571,7 +507,6 @@ class BwdTraits(ListedQueryTraits):
         return Storage
 
     def tiles(self, storage: Any) -> BwdSmem:
-        """The tensors in a CTA's `storage`."""
         tensor, summed = partial(swizzled, dtype=self.dtype), self.sums_words > 0
         return BwdSmem(
             q=tensor(storage.q, self.layout_q()),
@@ -579,9 +514,9 @@ class BwdTraits(ListedQueryTraits):
             k=tensor(storage.k, self.layout_k()),
             v=tensor(storage.v, self.layout_v()),
             ds=tensor(storage.ds, self.layout_ds()),
-            p=tensor(storage.p, self.layout_p()) if self.has_p else None,
+            p=tensor(storage.p, self.layout_block()) if self.has_p else None,
             peer_k=tensor(storage.peer_k, self.layout_peer_k()) if self.cta_pair else None,
-            peer_ds=tensor(storage.peer_ds, self.layout_peer_ds()) if self.cta_pair else None,
+            peer_ds=tensor(storage.peer_ds, self.layout_block()) if self.cta_pair else None,
             dq=storage.dq.get_tensor(cute.make_layout(self.bytes_dq // 4)),
             stats=storage.stats.get_tensor(cute.make_layout((self.stats_words, self.stages_q))),
             words=storage.words.get_tensor(cute.make_layout((self.query_words, self.stages_q))),
@@ -594,8 +529,7 @@ class BwdTraits(ListedQueryTraits):
     def channels(
         self, storage: Any, predecessors: cute.Tensor | None, lengths: Lengths
     ) -> Channels:
-        """The channels in a CTA's `storage`, made by all threads; a barrier must follow.
-        predecessors: see `WalkRing`."""
+        """Made by all threads; a barrier must follow. predecessors: see `WalkRing`."""
         mma_warps = self.num_mma_warps
         loads = 1  # the load warp, with the bytes that TMA brings
         # of two warpgroups with the same keys one computes S
@@ -619,10 +553,7 @@ class BwdTraits(ListedQueryTraits):
         def channel(barriers: Any, stages: int, producers: int, consumers: int) -> Channel:
             return Channel.create(barriers.data_ptr(), stages, producers, consumers)
 
-        places = storage.grads_barriers, storage.ds, storage.peer_ds
-        of_grads = (x.data_ptr() for x in places)
-        of_claims = (x.data_ptr() for x in (storage.claims_barriers, storage.claim))
-        return Channels(
+        channels = Channels(
             q=channel(storage.q_barriers, self.stages_q, loads, mma_warps),
             do=channel(storage.do_barriers, self.stages_do, loads, mma_warps),
             dq=channel(storage.dq_barriers, 1, num_summing, loads),
@@ -632,6 +563,11 @@ class BwdTraits(ListedQueryTraits):
             summed=channel(*of_sums) if self.sums_of_mask_warp > 0 else None,
             ring=ring,
             walk=walk,
-            grads=PeerGrads.create(*of_grads, self.bytes_ds, mma_warps) if self.cta_pair else None,
-            claims=Claims.create(*of_claims) if self.cta_pair else None,
         )
+        if not self.cta_pair:
+            return channels
+        exchange = channel(storage.grads_barriers, 1, 1, CTAS * mma_warps)
+        of_both = storage.ds.data_ptr(), storage.peer_ds.data_ptr()
+        grads = PeerGrads(exchange, *of_both, self.bytes_ds)
+        claims = Claims.create(storage.claims_barriers.data_ptr(), storage.claim.data_ptr())
+        return channels._replace(grads=grads, claims=claims)

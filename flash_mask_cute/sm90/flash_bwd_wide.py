@@ -8,16 +8,17 @@ of the rows that it keeps. Two CTAs of a cluster have the same rows and the same
 | keys    | K, V  | Q, dO   | S from K, Q; sums dK   | dP from V, dO; sums dV |
 | queries | Q, dO | K, V    | S from Q, K; sums dQ   | dP from dO, V          |
 
-The first CTA makes P and sends it, the second one makes dS of it and sends that back
-(`cta_pairs.PeerWords`), both as operands in registers. A gradient has one owner, which writes it
-once, so bits are equal in every run. The roles of warps are those of `flash_bwd`; only the first
-CTA has mask warps that work. Of two MMA warpgroups each computes S or dP of every second block, and
-sums half of the columns of all blocks. It computes its next S or dP before it adds a block, so P
-and dS are on their way while tensor cores work. Of the four warpgroups the one that is furthest
-behind waits for nobody. docs/backward_sm90.md#heads-above-256 has the reasons.
+The first CTA sends P, the second one makes dS of it and sends that back (`cta_pairs.PeerWords`),
+both as operands in registers. A gradient has one owner, which writes it once, so bits are equal in
+every run. The roles of warps are those of `flash_bwd`; mask warps of the second CTA do nothing. Of
+two MMA warpgroups each computes S or dP of every second block, and sums half of the columns of all
+blocks. It computes its next S or dP before it adds a block, so P and dS are on their way while
+tensor cores work. Of the four warpgroups the one that is furthest behind waits for nobody.
+docs/backward_sm90.md#heads-above-256 has the reasons.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -61,7 +62,7 @@ from flash_mask_cute.sm90.cta_pairs import PeerWords
 from flash_mask_cute.sm90.flash_bwd import FlashAttentionBackwardSm90
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
 from flash_mask_cute.sm90.gradient_columns import NUM_MMA_WARPGROUPS
-from flash_mask_cute.sm90.gradient_stores import KeyGradients, send_gradient
+from flash_mask_cute.sm90.gradient_stores import KeyGradients, rows_of, send_gradient
 from flash_mask_cute.sm90.warpgroups import (
     SMEM_BOOKKEEPING,
     Role,
@@ -86,21 +87,18 @@ MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
 
 @dataclass(frozen=True)
 class WideBwdTraits(BwdTraits):
-    """Shape of a CTA's work. The options of other tiles are not for these."""
-
     num_ctas, mma_registers = clusters.CTAS, 216
     cluster_tile_m = cluster_tile_n = ROWS
 
     @property
     def tile_d(self) -> int:
-        """Half of the columns, which a warpgroup sums, are whole swizzled blocks of 32 or 64."""
+        """A warpgroup sums half of these columns: whole swizzled blocks of 32 or 64."""
         return -(-self.head_dim // 64) * 64
 
     tile_dv = tile_d
 
     @property
     def own_cols(self) -> int:
-        """Columns of a gradient that a warpgroup sums."""
         return self.tile_d // NUM_MMA_WARPGROUPS
 
     @property
@@ -114,7 +112,6 @@ class WideBwdTraits(BwdTraits):
         return (1 + STAGES) * self.bytes_rows + received + out + self.bytes_bits + SMEM_BOOKKEEPING
 
     def infeasible(self) -> str | None:
-        """The reason why a kernel with these traits cannot run, or None."""
         fixed = {"head_dim_v": self.head_dim, "tile_m": ROWS, "stages_q": STAGES}
         fixed |= {"stages_do": STAGES, "stages_kv": 1, "value_cols": 0, "cta_pair": False}
         for name, value in (fixed | {"splits_keys": False, "has_reference": False}).items():
@@ -122,9 +119,6 @@ class WideBwdTraits(BwdTraits):
                 return f"{name} must be {value} where head_dim is above {MAX_HEAD_DIM}, got {given}"
         is_right = MAX_HEAD_DIM < self.head_dim <= MAX_WIDE_HEAD_DIM
         return None if is_right else f"head_dim is from 264 to 512, got {self.head_dim}"
-
-    # a sum of some columns over a block, whose P or dS is in registers
-    mma_words = BwdTraits.mma_keys
 
     def layout_rows(self, stages: int) -> cute.ComposedLayout:
         """(64, tile_d, stages)."""
@@ -136,8 +130,6 @@ class WideBwdTraits(BwdTraits):
 
 
 class Shared(NamedTuple):
-    """Shared memory of a CTA, and its channels (see the top)."""
-
     kept: cute.Tensor  # (64, tile_d, 1)
     rows: cute.Tensor  # (64, tile_d, STAGES), of blocks that pass
     out: cute.Tensor  # (64, 64, warpgroups), gradients on their way
@@ -306,12 +298,12 @@ class RoleLoads:
         of_block, query = self.lengths.of_block(work, block), (work.head_idx, work.block)
         if const_expr(self.by_keys):
             query = block.head_idx, block.index
-            kept = self._rows(self.kept, False, work, work.head_idx, work.block)
-            passing = self._rows(self.passing, True, of_block, *query)
+            copy_kept = self._copy(self.kept, shared.kept, False, work, work.head_idx, work.block)
+            copy_passing = self._copy(self.passing, shared.rows, True, of_block, *query)
         else:
-            kept = self._rows(self.kept, True, work, *query)
-            head_kv = work.head_idx // self.group
-            passing = self._rows(self.passing, False, work, head_kv, block.index)
+            of_keys = work, work.head_idx // self.group, block.index
+            copy_kept = self._copy(self.kept, shared.kept, True, work, *query)
+            copy_passing = self._copy(self.passing, shared.rows, False, *of_keys)
         first_block = RowBlocks(self.lengths, ROWS).first_of(of_block.batch_idx, of_block.offset_q)
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
         words = flags, query[0], first_block + query[1]
@@ -322,36 +314,32 @@ class RoleLoads:
                 shared.block_words[i, stage] = Int32(words[i])
         num_bytes = self.traits.bytes_rows
         channel.expect(number, cutlass.select_(number == first, Int32(2 * num_bytes), num_bytes))
-        self._copy(self.passing, passing, shared.rows, stage, barrier)
+        copy_passing(stage, barrier)
         if number == first:
             channel.wait_until_released(number - 1)
-            self._copy(self.kept, kept, shared.kept, Int32(0), barrier)
+            copy_kept(Int32(0), barrier)
         return number + 1
 
-    def _rows(
-        self, operand: Operand, is_query: bool, work: Work, head: Int32, block: Int32
-    ) -> tuple[cute.Tensor, tuple[Int32, Int32]]:
-        """The ((head, row), d) tensor of a sequence, and the head and the first row to read."""
+    def _copy(
+        self, operand: Operand, smem: cute.Tensor, is_query: bool, work: Work, head: Int32,
+        block: Int32,
+    ) -> Callable[[Int32, cute.Pointer], None]:  # fmt: skip
+        """A function that starts to copy 64 rows of a head into a stage, and signals a barrier."""
         side = tma.RowSide.of_keys(self.lengths)
         place = self.lengths.kv_entry(work.batch_idx), work.offset_k, work.seqlen_k
         if is_query:
             side = tma.RowSide.of_queries(self.lengths)
             place = work.batch_idx, work.offset_q, work.seqlen_q
-        rows, row = tma.readable_rows(operand[1], side, *place, block * ROWS)
-        return rows, (head, row)
-
-    def _copy(
-        self, operand: Operand, rows: tuple[cute.Tensor, tuple[Int32, Int32]], smem: cute.Tensor,
-        stage: Int32, barrier: cute.Pointer,
-    ) -> None:  # fmt: skip
-        src, dst = tma.tile_of(operand[0], *rows, ((1, ROWS), self.traits.tile_d), smem)
-        cute.copy(operand[0], src, dst[None, stage], tma_bar_ptr=barrier)
+        atom, source = operand
+        gmem, row = tma.readable_rows(source, side, *place, block * ROWS)
+        src, dst = tma.tile_of(atom, gmem, (head, row), ((1, ROWS), self.traits.tile_d), smem)
+        return lambda stage, barrier: cute.copy(atom, src, dst[None, stage], tma_bar_ptr=barrier)
 
 
 @dataclass(frozen=True)
 class RoleSums:
-    """An MMA warpgroup. stats: LSE and delta, fp32 (heads_q, row_blocks, words). gradient: that the
-    CTA sums, as `tma.key_rows`; None: none. makes_grads: dS from dP, not P from S."""
+    """An MMA warpgroup. stats: fp32 (heads_q, row_blocks, words). gradient: that the CTA sums, as
+    `tma.key_rows`, or None. makes_grads: dS from dP, not P from S."""
 
     traits: cutlass.Constexpr[WideBwdTraits]
     by_keys: cutlass.Constexpr[bool]
@@ -404,8 +392,8 @@ class RoleSums:
 
     @cute.jit
     def _compute(self, block: Int32, kind: Int32, cut: Int32):
-        """P or dS of a block that has arrived, and send it. No products are in flight before or
-        afterwards. cut: the number of the bits of a partial block."""
+        """Make P or dS of a block that has arrived, and send it. No products are in flight before
+        or afterwards. cut: the number of the bits of a partial block."""
         traits, shared, exchange = self.traits, self.shared, self.shared.words
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0:
             exchange.expect(block)
@@ -441,7 +429,7 @@ class RoleSums:
         return cute.make_tensor(view.iterator, cute.select(view.layout, order))
 
     def _numbers(self, block: Int32) -> cute.Tensor:
-        """LSE to base 2 or delta of the queries of this thread, which begin to arrive."""
+        """LSE to base 2 or delta of this thread's queries."""
         thread = thread_in_warpgroup()
         row = self.stats[self._word(block, 1), self._word(block, 2), None].iterator
         row += ROWS if self.makes_grads else 0
@@ -457,7 +445,6 @@ class RoleSums:
 
     @cute.jit
     def _add(self, acc: cute.Tensor, block: Int32, accumulate: Boolean):
-        """Add a block to this warpgroup's columns of the gradient."""
         traits, shared, cols = self.traits, self.shared, self.traits.own_cols
         words = cute.make_rmem_tensor(WORDS_OF_BLOCK, Int32)
         shared.words.take(block, words)
@@ -479,8 +466,7 @@ class RoleSums:
 
     @cute.jit
     def _clear_marked_rows(self, block: Int32):
-        """Clear the marked rows of a block, which probabilities of 0 would not keep from the sums
-        (`core.row_blocks.marks_of`), and tell the other warpgroup, which adds the block later."""
+        """Clear the marked rows of a block, and tell the other warpgroup, which adds it later."""
         marks = self._marks(self._word(block, 1), self._word(block, 2))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP
         if any_mark(marks, ROWS):
@@ -498,7 +484,6 @@ class RoleSums:
 
     @cute.jit
     def _store(self, acc: cute.Tensor, work: Work):
-        """Store this warpgroup's columns of the gradient of a work tile."""
         traits, thread = self.traits, thread_in_warpgroup()
         scale = Float32(1.0) if const_expr(self.makes_grads) else self.softmax_scale
         # without scores, what was loaded is another sequence's, perhaps not even finite
@@ -513,11 +498,7 @@ class RoleSums:
         for r in cutlass.range_constexpr(wgmma.ROWS_PER_THREAD):
             for c in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                 sums[r, c] = cutlass.select_(has_sums[r], sums[r, c] * scale, Float32(0.0))
-        if const_expr(cute.rank(self.gradient) == 4):
-            gmem = self.gradient[None, None, work.head_idx, work.batch_idx]
-        else:
-            offset = work.offset_k if self.by_keys else work.offset_q
-            gmem = cute.domain_offset((offset, 0), self.gradient[None, None, work.head_idx])
+        gmem = rows_of(self.gradient, work, work.offset_k if self.by_keys else work.offset_q)
         own, first_row = mma_warpgroup_idx(), work.block * ROWS
         place = first_row, work.slot - first_row, own * traits.own_cols
         send_gradient(traits, acc, self.shared.out[None, None, own], gmem, *place)

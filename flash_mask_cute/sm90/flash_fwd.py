@@ -31,18 +31,16 @@ they need the next ones. In tiles with three warpgroups or more, a warpgroup ski
 if its 64 rows see none of its keys, and multiplies one half if they see no key of the other.
 
 S of the next key block is issued together with P V of this one. With two warpgroups S goes first,
-so the tensor cores work on P V while the exponentials of the next block are computed. With three, P
-V goes first, and the tensor cores work on the other warpgroups' products meanwhile. At the end of a
-work tile the last P V is issued together with the first S of the *next* tile; the load warp has
-already loaded its operands. Under that product the output is scaled, staged in shared memory and
-stored by TMA. Warpgroups take turns to issue (FlashAttention-3's ping-pong), so that one computes
-exponentials while another multiplies.
+so P V overlaps the exponentials of the next block. At the end of a work tile the last P V is issued
+together with the first S of the *next* tile. Under that product the output is scaled, staged in
+shared memory and stored by TMA. Warpgroups take turns to issue (FlashAttention-3's ping-pong), so
+that one computes exponentials while another multiplies.
 
-The mma warps see masks only as bits: a partial block comes with words of bits for each row, a bit
-for each score (`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that
-it visits. A walk without visible blocks still visits one hidden block. So no role needs a special
-case, and a row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs
-compute each work tile, with half of the columns each (`core/value_halves.py`).
+The mma warps see masks only as bits: a partial block comes with a bit for each score
+(`rules/mask_rules.py`). The walk of a work tile is the sequence of key blocks that it visits. A
+walk without visible blocks still visits one hidden block. So no role needs a special case, and a
+row that saw nothing has O = 0 and LSE = -inf. With more than 256 columns of V, two CTAs compute
+each work tile, with half of the columns each (`core/value_halves.py`).
 """
 
 from collections.abc import Callable
@@ -101,16 +99,9 @@ from flash_mask_cute.sm90.flash_fwd_mainloop import (
     KeyBlocks,
     MainloopState,
 )
-from flash_mask_cute.sm90.flash_fwd_traits import (
-    CONVERSION_REGISTERS,
-    MASK_REGISTERS,
-    FwdTraits,
-)
+from flash_mask_cute.sm90.flash_fwd_traits import CONVERSION_REGISTERS, MASK_REGISTERS, FwdTraits
 from flash_mask_cute.sm90.fp8_conversion import Codes, Conversion, Descales
-from flash_mask_cute.sm90.warpgroups import (
-    Role,
-    mma_warpgroup_idx,
-)
+from flash_mask_cute.sm90.warpgroups import Role, mma_warpgroup_idx
 
 # Keys and values of the heads in flight should stay in the L2 cache of 50 MB. On an H200, 12 and
 # 48 MB are slower for causal at 8K (docs/facts/hopper_forward.md#tiles-and-order).
@@ -334,7 +325,7 @@ class FlashAttentionForwardSm90:
         if const_expr(self.score_mod is None):
             check_given("mLSELow", mLSELow, False)
         # threads store rows where a TMA store would also write rows of no query
-        rows_of_output = mO if const_expr(traits.stores_rows) else None
+        rows_of_output = mO if const_expr(traits.is_padded or traits.few_rows) else None
         self.kernel(
             operands, LseTensors(mLSE, mLSELow, mMaxScores), lengths, score_args, masks, schedule,
             tile_counter, partials, pages, rows_of_output, Descales(mKDescale, mVDescale),
@@ -351,9 +342,9 @@ class FlashAttentionForwardSm90:
         return partials
 
     def _num_loading_warps(self) -> int:
-        """The number of warps that load keys and values: in decoding with mask warps, unless many
-        blocks are partial. Addresses of rows of pages take one warp longer than memory takes for
-        the bytes; boxes were faster so, too (docs/facts/hopper_forward.md#decoding)."""
+        """Warps that load keys and values: in decoding mask warps, too, unless many blocks are
+        partial. Addresses of rows of pages take one warp longer than memory takes for the bytes;
+        boxes were faster so, too (docs/facts/hopper_forward.md#decoding)."""
         traits = self.traits
         few_partial = self.mask_mod is self.score_mod is self.intervals is None
         box = traits.page_box or traits.tile_n
@@ -385,7 +376,8 @@ class FlashAttentionForwardSm90:
                 cpasync.prefetch_descriptor(atom)
         allocator = cutlass.memory.SmemAllocator()
         storage = allocator.allocate(traits.storage())
-        mma_warps, loaders = traits.num_mma_warps, self.query_loaders
+        mma_warps, mask_warps = traits.num_mma_warps, traits.num_mask_warps
+        loaders = self.query_loaders
         # Loading warps arrive with the bytes that TMA brings or with their copies, converting warps
         # with their part.
         loads = self.loading_warps * (COPY_ARRIVALS if const_expr(traits.copies_rows) else 1)
@@ -393,10 +385,11 @@ class FlashAttentionForwardSm90:
         # Otherwise only the end of the keys makes a block partial, which must be a walk's first.
         # Where sums have an order, it is that of keys: each tile has other partial blocks.
         uncut_first = self._has_cutters(masks) and self.split not in ORDERED
+        split_fields = () if self.split in (None, ONE_FIXED_SPLIT) else SPLIT_FIELDS
         ring, walk = scheduler_rings(
-            storage, (loaders + traits.num_mask_warps, mma_warps + traits.num_conversion_warps),
-            ascending=False, uncut_first=uncut_first, fields=self._work_fields(lengths),
-            chunk_fields=traits.chunk_fields,
+            storage, (loaders + mask_warps, mma_warps + traits.num_conversion_warps),
+            ascending=False, uncut_first=uncut_first, chunk_fields=traits.chunk_fields,
+            fields=(*lengths.work_fields, *split_fields),
         )  # fmt: skip
         if const_expr(pages is not None and masks.bits is not None and masks.bits.is_selection):
             walk = replace(walk, tells_next=True)
@@ -404,9 +397,7 @@ class FlashAttentionForwardSm90:
             q=Channel.create(storage.q_barriers.data_ptr(), traits.stages_q, loaders, mma_warps),
             k=traits.channel_k(storage, loads_kv),
             v=Channel.create(storage.v_barriers.data_ptr(), traits.stages_kv, loads_kv, mma_warps),
-            bits=Channel.create(
-                storage.bits_barriers.data_ptr(), 1, traits.num_mask_warps, mma_warps
-            ),
+            bits=Channel.create(storage.bits_barriers.data_ptr(), 1, mask_warps, mma_warps),
             ring=ring,
             walk=walk,
         )
@@ -475,7 +466,6 @@ class FlashAttentionForwardSm90:
             sync_ctas(traits)  # each CTA arrives on mbarriers of the other
 
     def _tiles(self, storage: Any, cached_bias: CachedBiasRows | None) -> FwdSmem:
-        """The contents of shared memory. cached_bias: rows of tables."""
         traits = self.traits
         return FwdSmem(
             q=swizzled(storage.q, traits.layout_q()),
@@ -489,10 +479,6 @@ class FlashAttentionForwardSm90:
             any_bits=storage.any_bits.get_tensor(cute.make_layout(traits.tile_m // bit_tile.WORD)),
             cached_bias=cached_bias,
         )
-
-    def _work_fields(self, lengths: Lengths) -> tuple[str, ...]:
-        is_split = self.split not in (None, ONE_FIXED_SPLIT)
-        return (*lengths.work_fields, *SPLIT_FIELDS) if is_split else lengths.work_fields
 
     def load_and_mask(
         self, loader: OperandLoads, mask_warp: Int32, tiles: FwdSmem, channels: Channels,
@@ -581,9 +567,8 @@ class FlashAttentionForwardSm90:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     channels.q.release(tile - 1)
             # -- key blocks: P V of the block before, and S of this one
-            # Partial and full blocks have a loop each, of the same text. One loop that tests every
-            # block would have one branch more while P V is in flight, and ptxas would serialise all
-            # products.
+            # Partial and full blocks have a loop each. A test of every block would be a branch more
+            # while P V is in flight, and ptxas would serialise all products.
             # docs/facts/compiler.md#three-branches-under-a-product-in-flight-serialise-all-products
             while following != Kind.END:
                 for kind in blocks.kinds:
@@ -625,7 +610,7 @@ class FlashAttentionForwardSm90:
             sO = tiles.o[None, None, o_stage]  # (64, tile_dv)
             epilogue.run(blocks, sO, work)
             ring.release(tile)
-            state = state.next_tile()
+            state = MainloopState.start()._replace(block=state.block + 1, cut=state.cut)
             if const_expr(traits.overlaps_tiles):
                 warpgroup.wait_group(0)
             else:
@@ -664,10 +649,8 @@ class FlashAttentionForwardSm90:
     def _issue_next_scores(
         self, blocks: KeyBlocks, acc_S: cute.Tensor, tile: Int32, block: Int32, is_valid: Boolean
     ):
-        """Issue S of the next tile's first key block.
-
-        If there is no next tile, the product is still issued on this tile's operands, and its
-        result unused: a product under a branch would make the compiler serialise all products.
+        """Issue S of the next tile's first key block. If there is no next tile, the product is
+        issued on this tile's operands: under a branch, the compiler would serialise all products.
         """
         if is_valid:
             tile += 1

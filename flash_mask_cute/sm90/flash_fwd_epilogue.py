@@ -1,8 +1,8 @@
 """The end of a work tile of the Hopper forward: stores O and LSE of a warpgroup's rows.
 
-A whole tile is stored by TMA through shared memory. A split (`core/partials.py`), or a tile with
-rows of no query, is stored from registers, row by row. If a CTA computes the fixed splits of a row
-one after the other (`core/fixed_splits.py`), its threads reduce each into the sum of those before.
+A whole tile is stored by TMA through shared memory. A split, or a tile with rows of no query, is
+stored from registers, row by row. If a CTA computes the fixed splits of a row one after the other
+(`core/fixed_splits.py`), its threads reduce each into the sum of those before.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_mask_cute.core import tma
-from flash_mask_cute.core.cta import (
-    THREADS_PER_WARPGROUP,
-    WARPS_PER_WARPGROUP,
-    thread_in_warpgroup,
-)
+from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, WARPS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.fixed_splits import FIRST, LAST
 from flash_mask_cute.core.lengths import Lengths, LseTensors
 from flash_mask_cute.core.ordered_sums import (
@@ -41,12 +37,9 @@ from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows, sync_
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The destination of O and LSE.
-
-    sink: logits (heads_q,), or None. partials: the destination of splits or of sums of fixed
-    splits, or None. mO: the output, if threads store their rows themselves
-    (`FwdTraits.stores_rows`), else None. is_ordered: sums are of fixed splits. half: the columns of
-    this CTA, None: all.
+    """sink: logits (heads_q,), or None. partials: the destination of splits or of sums of fixed
+    splits, or None. mO: the output if threads store rows, else None. is_ordered: sums are of
+    fixed splits. half: the columns of this CTA; None: all.
     """
 
     traits: cutlass.Constexpr[FwdTraits]
@@ -61,8 +54,7 @@ class Epilogue:
 
     @cute.jit
     def run(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
-        """Scale the accumulator, and store it and the LSE of this warpgroup's rows. sO (64,
-        tile_dv): shared memory that the output passes through."""
+        """Scale and store this warpgroup's rows, by way of sO (64, tile_dv)."""
         if const_expr(not self.is_ordered):
             self._finish(blocks, sO, work)
         elif const_expr(isinstance(self.partials, Partials)):
@@ -86,18 +78,18 @@ class Epilogue:
                 adds = partials.is_first(work)
                 sinks = tuple(cutlass.select_(adds, sink, -Float32.inf) for sink in sinks)
         output = wgmma.rows_by_cols(acc_O)
-        for r, (factor, row_lse, low) in enumerate(blocks.softmax.finalize(sinks)):
+        for r, result in enumerate(blocks.softmax.finalize(sinks)):
+            factor = result.factor
             if const_expr(lengths.seqused_q is not None):
                 used = q_idx[r] < work.seqlen_q
-                row_lse = cutlass.select_(used, row_lse, -Float32.inf)
-                if const_expr(low is not None):
-                    low = cutlass.select_(used, low, Float32(0.0))
+                result = _unless_unused(result, used)
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cutlass.select_(used, output[r, c] * factor, Float32(0.0))
             else:
                 # adding 0 makes the zeros of a row that saw nothing positive, however they came
                 for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
                     output[r, c] = cute.math.fma(output[r, c], factor, Float32(0.0))
+            _, row_lse, low = result
             stores_lse = self._writes_rows(thread) & self._is_row(work, rows[r])
             if const_expr(partials is not None):
                 if stores_lse & partials.is_split(work):
@@ -126,7 +118,7 @@ class Epilogue:
 
     @cute.jit
     def _results(self, blocks: KeyBlocks) -> tuple:
-        """Normalise the accumulator. Returns the `RowResult` of each row, without a sink."""
+        """Normalise the accumulator. Returns each row's `RowResult`, without a sink."""
         output, results = wgmma.rows_by_cols(blocks.acc_O), blocks.softmax.finalize(None)
         for r, result in enumerate(results):
             for c in cutlass.range_constexpr(cute.size(output, mode=[1])):
@@ -170,9 +162,8 @@ class Epilogue:
     def _reduce_rows(
         self, blocks: KeyBlocks, sums: cute.Tensor, memory: cute.Tensor | None, work: Work
     ):
-        """Reduce the accumulator into the output and `sums` of the fixed splits before, which
-        `memory` has, unless this is the first one. `memory` gets the new ones, unless this is the
-        last."""
+        """Reduce the accumulator into the output and `sums` of the fixed splits before. `memory`
+        has them unless this is the first split, and gets the new ones unless this is the last."""
         output = wgmma.rows_by_cols(blocks.acc_O)
         columns = cute.size(output, mode=[1])
         total, at_once = self.traits.rows_of_thread * columns, self.traits.reduced_at_once
@@ -258,7 +249,6 @@ class Epilogue:
 
     @cute.jit
     def _store_output(self, sO: cute.Tensor, acc_O: cute.Tensor, work: Work):
-        """Store this warpgroup's rows of the output."""
         if const_expr(self.mO is None):
             self._store_tile(sO, acc_O, work)
         else:
@@ -266,7 +256,6 @@ class Epilogue:
 
     @cute.jit
     def _store_tile(self, sO: cute.Tensor, acc_O: cute.Tensor, work: Work):
-        """Store this warpgroup's rows of the output through sO."""
         traits = self.traits
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # the previous tile's store must have read the staging memory, and all warps their queries
@@ -291,7 +280,6 @@ class Epilogue:
 
     @cute.jit
     def _store_rows(self, output: cute.Tensor, work: Work, target: Partials | OutputRows):
-        """Store this thread's rows and columns directly from registers."""
         traits, thread = self.traits, thread_in_warpgroup()
         is_packed = self.lengths.cu_seqlens_q is not None
         for r, row in enumerate(tile_rows(traits, work, thread)):

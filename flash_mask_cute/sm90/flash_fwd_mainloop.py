@@ -1,8 +1,7 @@
 """The Hopper forward of a key block: S = Q K^T, its softmax, and P V of the block before.
 
-The order and overlap of a step are described at the top of `flash_fwd` and in
-docs/forward_sm90.md#a-step-and-what-overlaps-what. A warpgroup has 64 query rows. P is stored in
-words of two probabilities (`wgmma.round_pairs`), which are a register operand of P V.
+docs/forward_sm90.md#a-step-and-what-overlaps-what describes the order and overlap of a step. P is
+stored in words of two probabilities (`wgmma.round_pairs`), which are a register operand of P V.
 
 A step reads P of the previous block from one tensor of words, and writes its own to the same tensor
 or to another. If P V is complete before the exponentials begin, the same tensor is free
@@ -26,13 +25,7 @@ from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT
 from flash_mask_cute.core.softmax import OnlineSoftmax, QuadRows, ScoreScales
-from flash_mask_cute.core.walk_ring import (
-    KIND_MASK,
-    OWN_KIND_SHIFT,
-    OWNERS_SHIFT,
-    Kind,
-    WalkRing,
-)
+from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, OWNERS_SHIFT, Kind, WalkRing
 from flash_mask_cute.core.work_ring import Work, WorkRing
 from flash_mask_cute.mods.calling import (
     RowPlace,
@@ -64,10 +57,7 @@ class Channels(NamedTuple):
 
 
 class FwdSmem(NamedTuple):
-    """The contents of shared memory: operands with stages, a word per key stage, one bit tile.
-
-    any_bits: for each 32 rows of the bit tile, whether any bit is set. cached_bias: rows of tables.
-    """
+    """any_bits: for each 32 rows of the bit tile, whether any bit is set."""
 
     q: cute.Tensor  # (64, tile_d, warpgroups * stages_q)
     k: cute.Tensor  # (tile_n, tile_d, stages_k)
@@ -80,12 +70,10 @@ class FwdSmem(NamedTuple):
 
 
 class MainloopState(NamedTuple):
-    """The position of a warpgroup in its walks.
-
-    block: number of the newest key block. cut: number of the next partial block. Both count all
-    walks of the CTA, from 0, as the fills of their channels do. passed: key blocks skipped since
-    the block of the current P. accumulate: acc_O already has an output of this work tile. *_ready:
-    the next fill of this channel is known to have arrived.
+    """block: number of the newest key block. cut: of the next partial block. Both count all walks
+    of the CTA, from 0, as the fills of their channels do. passed: key blocks skipped since the
+    block of the current P. accumulate: acc_O already has an output of this work tile. *_ready: the
+    next fill of this channel is known to have arrived.
     """
 
     block: Int32
@@ -100,10 +88,6 @@ class MainloopState(NamedTuple):
     def start() -> "MainloopState":
         return MainloopState(*(Int32(0) for _ in range(3)), *(Boolean(False) for _ in range(4)))
 
-    def next_tile(self) -> "MainloopState":
-        """The state at the first key block of the next work tile."""
-        return MainloopState.start()._replace(block=self.block + 1, cut=self.cut)
-
 
 class BlockFacts(NamedTuple):
     """can_be_cut: a later block may be partial. keeps_largest, rows_alone: `OnlineSoftmax`."""
@@ -115,9 +99,7 @@ class BlockFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """What the steps of an MMA warpgroup share.
-
-    acc_O: fp32 (64, tile_dv), O of the work tile so far, not yet divided by the sums of `softmax`.
+    """acc_O: fp32 (64, tile_dv), O of the work tile, not yet divided by the sums of `softmax`.
     kept_q: the first columns of the query, in registers, or None (`FwdTraits.query_steps`).
     opaque_one: a 1 whose value the compiler must not know.
     """
@@ -225,8 +207,7 @@ class KeyBlocks:
     def issue_scores(
         self, acc_S: cute.Tensor, tile: Int32, block: Int32, half: Int32 | None = None
     ) -> None:
-        """Start S = Q K^T for this warpgroup's rows of a work tile and a key block. half: which
-        half of the keys, 0 or 1, or None for all."""
+        """Start S = Q K^T of a key block. half: which half of the keys, 0 or 1; None: all."""
         keys = self.tiles.k
         if half is not None:
             keys = cute.local_tile(keys, (HALF_KEYS, self.traits.tile_d), (half, 0, None))
@@ -260,7 +241,7 @@ class KeyBlocks:
             wgmma.issue_parts(mma, operand, parts, state.accumulate)
 
     def wait_for_keys(self, block: Int32, is_known: Boolean | None = None) -> None:
-        """Wait for K of a block. is_known: whether it is known to have arrived."""
+        """is_known: whether the block is known to have arrived."""
         if is_known is None:
             self.channels.k.wait(block)
         else:
@@ -278,11 +259,9 @@ class KeyBlocks:
             cute.arch.fence_proxy("async.shared", space="cta")
 
     def release_values(self, state: MainloopState) -> None:
-        """Release the values of a complete P V, and those of the last block if it was skipped.
-
-        `_pass_over` leaves the latter, because a tile's last values may come after the next query,
-        which waits for this tile's end.
-        """
+        """Release the values of a complete P V, and those of the last block if it was skipped:
+        `_pass_over` leaves them, because a tile's last values may come after the next query, which
+        waits for this tile's end."""
         self.channels.v.release(state.block - state.passed)
         if const_expr(self.may_pass_over):
             self._release_passed(state)
@@ -303,8 +282,8 @@ class KeyBlocks:
     def first(
         self, tile: Int32, state: MainloopState, acc_S: cute.Tensor, probs: cute.Tensor
     ) -> tuple:
-        """P of a work tile's first key block, whose S (64, tile_n) is complete. Returns the
-        position, and the kind of the next block."""
+        """P of a work tile's first key block, whose S (64, tile_n) is complete. Returns the new
+        state, and the kind of the next block."""
         channels = self.channels
         flags, scores = self._block_flags(state.block), self._rows_of(acc_S)
         if const_expr(self.score_mod is None):
@@ -341,12 +320,9 @@ class KeyBlocks:
         probs: cute.Tensor,
         target: cute.Tensor,
     ) -> tuple:
-        """Process the next key block, of this kind: P V of the previous block, whose P is in
-        `probs`, and P of this block into `target`, the same words unless the kind `alternates`.
-
-        No products are in flight before or afterwards. Returns the new state, and the kind of the
-        block after it.
-        """
+        """P V of the previous block, whose P is in `probs`, and P of the next block, of this kind,
+        into `target`: the same words unless the kind `alternates`. No products are in flight before
+        or afterwards. Returns the new state, and the kind of the block after it."""
         self.wait_for_keys(state.block + 1, state.k_ready)
         flags = self._block_flags(state.block + 1)
         if const_expr(self.traits.lists_per_warpgroup):
@@ -366,7 +342,7 @@ class KeyBlocks:
         state: MainloopState,
         probs: cute.Tensor,
     ) -> MainloopState:
-        """Process a block that this warpgroup's lists may leave out."""
+        """`step` over a block that this warpgroup's lists may leave out."""
         sees = self._is_listed(flags)
         if const_expr(kind == Kind.PARTIAL):
             self.channels.bits.wait_unless(state.bits_ready, state.cut)
@@ -377,20 +353,16 @@ class KeyBlocks:
         else:
             # P V is due where this block's values need its stage: the next keys come after them
             if state.passed + 1 == self.traits.stages_kv:
-                state = self._multiply_values(state, probs)
+                self.wait_for_values(state)
+                self.issue_values(probs, state)
+                warpgroup.wait_group(0)
+                self.channels.v.release(state.block - state.passed)
+                # for the next product, of a skipped block
+                probs.fill(0)
+                accumulate, unknown = Boolean(True), Boolean(False)
+                state = state._replace(passed=Int32(0), accumulate=accumulate, v_ready=unknown)
             state = self._pass_over(state, kind)
         return state
-
-    @cute.jit
-    def _multiply_values(self, state: MainloopState, probs: cute.Tensor) -> MainloopState:
-        """P V of the last block that was not skipped, or of a skipped one, with P = 0."""
-        self.wait_for_values(state)
-        self.issue_values(probs, state)
-        warpgroup.wait_group(0)
-        self.channels.v.release(state.block - state.passed)
-        probs.fill(0)
-        unknown = Boolean(False)
-        return state._replace(passed=Int32(0), accumulate=Boolean(True), v_ready=unknown)
 
     def _is_listed(self, flags: Int32) -> Boolean:
         """Whether this warpgroup's lists have a block."""
@@ -406,7 +378,7 @@ class KeyBlocks:
         probs: cute.Tensor,
         target: cute.Tensor,
     ) -> MainloopState:
-        """Process a partial block; this warpgroup's rows may see nothing of it, or only half."""
+        """`step` over a partial block; this warpgroup may see nothing of it, or only half."""
         self.channels.bits.wait_unless(state.bits_ready, state.cut)
         state = state._replace(bits_ready=Boolean(True))
         visible = self._visible_columns()
@@ -435,8 +407,7 @@ class KeyBlocks:
         target: cute.Tensor,
         half: Int32 | None = None,
     ) -> MainloopState:
-        """P V of the block before, and S and P of the next one (`step`). half: which half of the
-        keys, 0 or 1, if no row sees the other half, whose P is 0."""
+        """`step` with products. half: which half of the keys, 0 or 1, if no row sees the other."""
         traits, channels = self.traits, self.channels
         block, cut, bits = state.block + 1, state.cut, None
         if const_expr(kind == Kind.PARTIAL):
@@ -499,8 +470,8 @@ class KeyBlocks:
                 warpgroup.wait_group(0)
             softmax_math.rescale(self._rows_of(self.acc_O), factors)
         if const_expr(not traits.values_first):
-            # It stands behind a branch, with a copy inside it, because ptxas moves it up to the
-            # start of its basic block: above the exponentials that should overlap P V.
+            # behind a branch, with a copy inside it, because ptxas moves it up to the start of its
+            # basic block: above the exponentials that should overlap P V
             # docs/facts/compiler.md#a-wait-for-products-moves-up-to-the-start-of-its-basic-block
             warpgroup.wait_group(0)
             self.release_values(state)
@@ -511,7 +482,7 @@ class KeyBlocks:
         return MainloopState(block, cut, Int32(0), Boolean(True), k_ready, v_ready, bits_ready)
 
     def _pass_over(self, state: MainloopState, kind: Kind) -> MainloopState:
-        """Skip a key block of this kind: release it, without a product."""
+        """`step` without products: skip a key block of this kind."""
         channels, block = self.channels, state.block + 1
         cute.arch.sync_warp()
         if kind == Kind.PARTIAL:
@@ -537,12 +508,9 @@ class KeyBlocks:
         scores: cute.Tensor,
         fresh_probs: cute.Tensor,
     ) -> tuple:
-        """Probabilities of a block's scores, and their sums.
-
-        They are written to the words of fresh_probs if `FwdTraits.keeps_scores`, else in place of
-        the scores. may_be_first: rows may have seen nothing before this block. Returns for each row
-        the factor of what was accumulated before.
-        """
+        """Add probabilities to the sums, and write them to fresh_probs if `FwdTraits.keeps_scores`,
+        else in place of the scores. may_be_first: rows may have seen nothing before this block.
+        Returns for each row the factor of what was accumulated before."""
         softmax = self.softmax
         softmax.see(scores)
         factors = tuple(Float32(1.0) for _ in range(self.traits.rows_of_thread))
@@ -606,9 +574,8 @@ class KeyBlocks:
     def _places(
         self, tile: Int32, flags: Int32, is_cut: bool, half: Int32 | None = None
     ) -> tuple | None:
-        """The batch entry, head and position of a thread's score rows, and a function from a column
-        to its key. None without a score_mod. Rows and keys past the end are in partial blocks only.
-        """
+        """The places of a thread's score rows, and a function from a column to its key, for a
+        score_mod. Rows and keys past the end are in partial blocks only."""
         if self.score_mod is None:
             return None
         work, n_block = self.channels.ring.read(tile), flags >> N_BLOCK_SHIFT
@@ -633,7 +600,7 @@ class KeyBlocks:
     def _load_table_rows(
         self, tile: Int32, flags: Int32, half: Int32 | None = None
     ) -> LoadedRows | None:
-        """The rows of tables that the score_mod reads in a key block, or in half of it."""
+        """The rows of tables that the score_mod reads in a key block or half of it."""
         if not self.score_traits.row_reads:
             return None
         traits, work, cached_bias = (

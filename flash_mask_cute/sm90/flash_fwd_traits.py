@@ -1,8 +1,7 @@
 """Static facts of the Hopper forward: tiles, WGMMA shapes, shared memory, warps and registers.
 
-Everything here follows from Python ints, so a configuration can be judged without a GPU. Layouts
-and MMA atoms are made anew at each place of use (host function or kernel), because they are static
-and cost nothing.
+Everything follows from Python ints, so a configuration can be judged without a GPU. Layouts and MMA
+atoms are made at each place of use.
 """
 
 from dataclasses import dataclass
@@ -89,20 +88,14 @@ class Barrier(IntEnum):
 
 @dataclass(frozen=True)
 class FwdTraits(PackedHeads):
-    """Shape of one CTA's work.
+    """Shape of one CTA's work; see `FlashAttentionForwardSm90`, too.
 
-    With a second query stage, or a separate output buffer, the next tile's query can arrive and its
-    first scores can be computed while this tile's output is stored. With `mask_warpgroup` a
-    separate warpgroup makes mask bits instead of two warps, because evaluating a mask_mod for every
-    score of a block is much work. cta_pair: an option of other kernels; not supported here.
-    packed_heads, heads_there: see `PackedHeads`. page_box: for keys and values in pages, the keys
-    that a page has side by side; None: they lie in rows. in_fp8: keys and values have 8 bits in
-    memory, and warpgroups convert them. few_rows: a work tile has at most `shares.FEW_ROWS` rows.
-    They lie in groups of 8, each with 8 rows without queries behind it, so that a thread has one.
-    lists_per_warpgroup: each MMA warpgroup has block lists of its own, and passes over what these
-    do not have. Turns would make it wait for the others. cached_bias_bits: of a score, of rows of
-    tables that stay in shared memory (`cached_bias.py`), in as many slots of a key block as have
-    room.
+    mask_warpgroup: a warpgroup makes mask bits instead of two warps, because evaluating a mask_mod
+    for every score of a block is much work. cta_pair: not supported here. packed_heads,
+    heads_there: see `PackedHeads`. few_rows: rows lie in groups of 8, each with 8 rows without
+    queries behind it, so that a thread has one. lists_per_warpgroup: turns would make an MMA
+    warpgroup wait for the others. cached_bias_bits: rows of tables stay (`cached_bias.py`) in as
+    many slots of a key block as have room.
     """
 
     dtype: type[cutlass.Numeric]
@@ -125,8 +118,8 @@ class FwdTraits(PackedHeads):
 
     @property
     def moves_registers(self) -> bool:
-        """Whether other warpgroups give registers to those that multiply; a single MMA warpgroup
-        has the most anyway, unless there is one that converts."""
+        """Whether other warpgroups give registers to those that multiply; a single one that
+        multiplies has the most anyway, unless others convert."""
         return self.num_mma_warpgroups > 1 or self.in_fp8
 
     @property
@@ -155,7 +148,6 @@ class FwdTraits(PackedHeads):
 
     @property
     def num_ctas(self) -> int:
-        """CTAs of a cluster, which compute a work tile together."""
         return ctas_of_tile(self.head_dim_v)
 
     @property
@@ -166,11 +158,6 @@ class FwdTraits(PackedHeads):
     def rows_of_thread(self) -> int:
         """Rows of a thread's accumulator for which there are queries."""
         return 1 if self.few_rows else ROWS_PER_THREAD
-
-    @property
-    def stores_rows(self) -> bool:
-        """Whether threads store their rows of the output, as TMA would store others, too."""
-        return self.is_padded or self.few_rows
 
     def row_of(self, thread: Int32, r: int) -> Int32:
         """Which of a warpgroup's query rows is accumulator row r of a thread (0..127)."""
@@ -203,8 +190,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def value_parts(self) -> int:
-        """Products in which P V is computed, of as many columns each: with more warpgroups a launch
-        gives a thread fewer registers for a product."""
+        """Products of P V: with more warpgroups a thread has fewer registers for a product."""
         most = launch_registers(self._num_warpgroups) - PRODUCT_REGISTERS
         return 2 if self.in_fp8 and self.tile_dv // 2 > most else 1
 
@@ -242,11 +228,8 @@ class FwdTraits(PackedHeads):
     @property
     def values_first(self) -> bool:
         """Whether P V of a block is issued before S of the next; the warpgroup then waits for both.
-
-        With two warpgroups S goes first, so that exponentials overlap P V. Three warpgroups overlap
-        with each other's products, and need no second P. With block lists of their own they seldom
-        compute at the same time.
-        """
+        Three warpgroups overlap with each other's products, and need no second P. With block lists
+        of their own they seldom compute at the same time."""
         return self.num_mma_warpgroups > 2 and not self.lists_per_warpgroup
 
     @property
@@ -258,22 +241,21 @@ class FwdTraits(PackedHeads):
     def keeps_scores(self) -> bool:
         """Whether registers hold scores and new probabilities in addition to those that P V reads.
 
-        The sum of a block's exponentials then shows afterwards whether the maximum in use was too
-        old. Otherwise the exponentials replace the scores, and the block's maximum must be found
-        first. That search is most of the remaining latency.
+        The sum of a block's exponentials then shows whether the maximum in use was too old. Without
+        these registers the block's maximum is found first, which is most of the remaining latency.
         """
         return self.registers_needed + self._registers_beside <= self._register_choices[-1]
 
     @property
     def passes_over(self) -> bool:
-        """Whether a warpgroup skips key blocks that masks hide from all of its rows. False with two
-        warpgroups: a block visible to one of them is seldom hidden from the other."""
+        """Whether a warpgroup skips key blocks that masks hide from all of its rows. With two
+        warpgroups, a block visible to one is seldom hidden from the other."""
         return self.num_mma_warpgroups > 2
 
     @property
     def query_steps(self) -> int:
         """Steps of 16 columns of its query that a warpgroup keeps in spare registers. S then reads
-        less shared memory, and the power saved is available to the products."""
+        less shared memory, which leaves power to the products."""
         if not self.keeps_scores or self.mask_warpgroup or self.tile_dv != KEPT_QUERY_DIM:
             return 0
         left = self.mma_registers - self.registers_needed - self._registers_beside
@@ -281,15 +263,15 @@ class FwdTraits(PackedHeads):
 
     @property
     def reduced_at_once(self) -> int:
-        """Numbers of the output that a thread reduces together: as many are read at once, since the
-        way to the L2 cache and back takes longer than the reduction. More would spill."""
+        """Numbers of the output that a thread reads at once to reduce them: the L2 cache is far
+        away. More would spill."""
         has_room = self.num_mma_warpgroups < 3 and self.tile_d <= 128 and not self.mask_warpgroup
         return 64 if has_room else 16
 
     @property
     def polynomial(self) -> tuple[int, tuple[float, ...]]:
-        """How many of 16 exponentials use a polynomial if functions modify scores, and which
-        polynomial: the longer products take, the fewer."""
+        """How many of 16 exponentials use a polynomial, and which, if functions modify scores: the
+        longer products take, the fewer."""
         return (4, DEGREE_3) if self.tile_dv <= 64 else (1, DEGREE_5)
 
     @property
@@ -304,9 +286,7 @@ class FwdTraits(PackedHeads):
 
     @property
     def helper_registers(self) -> int:
-        """Registers of warpgroup 0, which the launch bounds:
-        docs/facts/compiler.md#setmaxnreginc-hangs-if-the-sum-exceeds-what-the-launch-gave
-        """
+        # docs/facts/compiler.md#setmaxnreginc-hangs-if-the-sum-exceeds-what-the-launch-gave
         mask_warps = MASK_REGISTERS if self.mask_warpgroup else 0
         taken = self.mma_registers * self.num_mma_warpgroups + mask_warps
         taken += CONVERSION_REGISTERS * self.num_conversion_warpgroups
@@ -339,12 +319,10 @@ class FwdTraits(PackedHeads):
 
     @property
     def keys_of_box(self) -> int:
-        """Keys per TMA load."""
         return self.tile_n if self.page_box is None else self.page_box
 
     @property
     def box_o(self) -> tuple[tuple[int, int], int]:
-        """The part of the output stored together: rows of a warpgroup, all columns."""
         return (self.packed_heads, ROWS_PER_WARPGROUP // self.packed_heads), self.tile_dv
 
     @property
@@ -409,8 +387,8 @@ class FwdTraits(PackedHeads):
 
     @property
     def stages_k(self) -> int:
-        """Key blocks in flight: used one block earlier than values, so one more if it fits. Beside
-        a conversion the memory is for blocks in fp8."""
+        """Keys are used one block earlier than values, so one stage more if it fits. Beside a
+        conversion the memory is for blocks in fp8."""
         if self.in_fp8:
             return self.stages_kv
         return self.stages_kv + (
@@ -447,8 +425,8 @@ class FwdTraits(PackedHeads):
 
     @property
     def cached_bias_blocks(self) -> int:
-        """Key blocks whose rows of tables stay, the first ones. None, if a thread would not load
-        them together, or not before products."""
+        """The first key blocks, whose rows of tables stay; 0 if a thread would not load them
+        together, or not before products."""
         if self.values_first or not 0 < self.cached_bias_words <= self.table_words:
             return 0
         return (SMEM_CAPACITY - self._smem_without_slots) // self._slot_bytes
@@ -531,7 +509,7 @@ class FwdTraits(PackedHeads):
         )
 
     def layouts_loaded(self) -> tuple[Any, Any]:
-        """Of keys and values, as they are loaded."""
+        """Of keys and values."""
         if self.in_fp8:
             return self.layout_codes_k(), self.layout_codes_v()
         return self.layout_k(), self.layout_v()
@@ -587,8 +565,6 @@ class FwdTraits(PackedHeads):
         return CachedBiasStorage
 
     def storage(self) -> cute.struct:
-        """The shared memory of a CTA."""
-
         @cute.struct
         class Storage:
             q: elements(self.dtype, self.layout_q())

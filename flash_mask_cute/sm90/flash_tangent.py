@@ -151,7 +151,7 @@ class TangentBlocks(KeyBlocks):
     @cute.jit
     def visit(
         self, kind: cutlass.Constexpr[Kind | None], tile: Int32, block: Int32, cut: Int32,
-        accumulate: Boolean,
+        accumulate: Boolean, finds_centre: cutlass.Constexpr[bool] = True,
     ) -> tuple:  # fmt: skip
         """P and P dS of a key block of this kind, and tO of the block before. kind None: the first
         block of a walk. Returns the number of the next partial block, and the next block's kind."""
@@ -184,9 +184,7 @@ class TangentBlocks(KeyBlocks):
         channels.k.release(block)
         if const_expr(bits is not None):
             bit_tile.hide_unset(dscores, bits, Float32(0.0))
-        if const_expr(is_first):  # noqa: SIM114 (while tracing)
-            self._find_centre(dscores, bits)
-        elif cute.arch.vote_ballot_sync(self.seen[0] * self.seen[1] == 0.0) != 0:
+        if const_expr(finds_centre):
             self._find_centre(dscores, bits)
         self._multiply_dscores(scores, dscores)
         if const_expr(not is_first):
@@ -330,9 +328,18 @@ class AttentionTangentSm90(FlashAttentionForwardSm90):
             cut, following = blocks.visit(None, tile, block, cut, accumulate)
             while following != Kind.END:
                 for kind in blocks.kinds:
+                    is_full = kind == Kind.FULL
+                    if const_expr(is_full):  # noqa: SIM102 (while tracing)
+                        if following == kind:
+                            block += 1
+                            cut, following = blocks.visit(kind, tile, block, cut, accumulate, True)
+                            accumulate = Boolean(True)
                     while following == kind:
-                        block += 1
-                        cut, following = blocks.visit(kind, tile, block, cut, accumulate)
+                        # after a full block every row has its centre
+                        block, finds_centre = block + 1, const_expr(not is_full)
+                        cut, following = blocks.visit(
+                            kind, tile, block, cut, accumulate, finds_centre
+                        )
                         accumulate = Boolean(True)
             # before the last values, which come after the next query
             channels.q.release(tile)

@@ -1,13 +1,11 @@
 """The converting warps of the Hopper forward: keys and values in fp8 become tiles in 16 bits.
 
 The load warp brings codes of float8_e4m3fn into stages of their own, rows side by side without a
-swizzle. A warpgroup reads them, multiplies each number by the scale of its row in fp32, rounds once
-to the dtype of q, and writes the tile that products would have found if the cache were in 16 bits.
-So whatever reads the tiles does not know of fp8, and results have the bits of a call over
-`(cache.float() * descale).to(q.dtype)`.
-
-Key and value blocks come in the order of a walk, each key block with the word that the load warp
-wrote for it (`operand_loads`), which says where it lies and whether the walk ends with it.
+swizzle. A warpgroup multiplies each number by the scale of its row in fp32, rounds once to the
+dtype of q, and writes the tile that products would find if the cache were in 16 bits. So results
+have the bits of a call over `(cache.float() * descale).to(q.dtype)`. Each key block comes with the
+word that the load warp wrote for it (`operand_loads`): where it lies, and whether the walk ends
+with it.
 """
 
 import math
@@ -43,8 +41,8 @@ SCALE_BLOCKS_AHEAD = 3
 
 
 class Codes(NamedTuple):
-    """What the load warp fills: keys (keys, d, stages) and values (d_v, keys, stages) with their
-    channels, and a word for each stage of keys."""
+    """What the load warp fills: keys (keys, d, stages), values (d_v, keys, stages), and a word for
+    each stage of keys."""
 
     k: Buffer
     v: Buffer
@@ -52,7 +50,7 @@ class Codes(NamedTuple):
 
     @staticmethod
     def create(traits: FwdTraits, storage: Any, loads: int) -> "Codes":
-        """storage: that of the traits' codes. loads: arrivals that fill a stage."""
+        """storage: `FwdTraits.code_storage`. loads: arrivals that fill a stage."""
         stages_k, stages_v = traits.code_stages
         # whoever converts values reads the words of the keys
         readers_k, readers_v = traits.num_conversion_warps, WARPS_PER_WARPGROUP
@@ -82,25 +80,18 @@ class Descales(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scale of a lane's row of a block. block: which one; -1: none yet. next_entry: what the
-    table of pages has for the same row of the block before it, which a walk usually visits next."""
+    """The scale of a lane's row of a block; block -1: none. next_entry: what the table of pages has
+    for the same row of the block before it, which a walk usually visits next."""
 
     value: Float32
     block: Int32
     next_entry: Int32
 
-    @staticmethod
-    def none() -> "Scales":
-        return Scales(Float32(1.0), Int32(-1), Int32(0))
-
 
 @dataclass(frozen=True)
 class Conversion:
-    """What the warpgroup that converts keys, or the one that converts values, reads and writes.
-
-    to: the tile in 16 bits. descale: (batch, heads), or one a row, or None, as in `Descales`.
-    block_flags: as the words of codes, for readers of the tiles of keys.
-    """
+    """A warpgroup that converts keys or values. to: the tile in 16 bits. descale: see `Descales`.
+    block_flags: as the words of codes, for readers of the tiles of keys."""
 
     codes: Codes
     of_keys: cutlass.Constexpr[bool]
@@ -113,14 +104,13 @@ class Conversion:
 
     @cute.jit
     def stream(self, ring: WorkRing) -> None:
-        """Convert the blocks of every walk."""
         tile, number = Int32(0), Int32(0)
         while ring.wait(tile):
             work = ring.read(tile)
             place = HeadKeys(
                 work.head_idx // self.heads_per_kv, work.batch_idx, work.offset_k, work.seqlen_k
             )
-            scales, is_last = Scales.none(), Boolean(False)
+            scales, is_last = Scales(Float32(1.0), Int32(-1), Int32(0)), Boolean(False)
             if const_expr(self.descale is not None and not self._has_scales_of_rows):
                 scales = scales._replace(value=self.descale[place.batch_idx, place.head])
             while not is_last:
@@ -133,7 +123,7 @@ class Conversion:
     def _convert_block(
         self, place: HeadKeys, scales: Scales, number: Int32
     ) -> tuple[Scales, Boolean]:
-        """Convert a block. scales: expected ones. Returns the next, and whether the walk ended."""
+        """Convert a block. scales: expected ones. Returns the next, and whether the walk ends."""
         codes = self.codes
         codes.k.channel.wait(number)
         word = codes.words[codes.k.channel.index(number)]
@@ -266,11 +256,9 @@ class Conversion:
         return [(row, unit * UNIT) for unit in units]
 
     def _addresses(self, smem: cute.Tensor) -> Iterator[cute.Pointer]:
-        """Where each unit of this lane lies in a stage (rows, columns), step by step.
-
-        A step is a multiple of the rows after which a swizzle repeats. So what a lane computes are
-        the places of the first step, and those of others are at fixed distances from them.
-        """
+        """Where each unit of this lane lies in a stage (rows, columns), step by step. A step is a
+        multiple of the rows after which a swizzle repeats, so places of other steps are at fixed
+        distances from those of the first."""
         first = [_pointer(smem, *place) for place in self._places(0)]
         for step in range(self._steps):
             if self._has_whole_steps:
@@ -295,7 +283,7 @@ class Conversion:
         return units
 
     def _write(self, number: Int32, units: list[cute.Tensor], scales: list[Float32 | None]) -> None:
-        """Convert what was read into a stage that is free, and hand it over."""
+        """Convert what was read into a free stage, and hand it over."""
         dtype, channel = self.traits.dtype, self.to.channel
         target = self._tiles[1][None, None, channel.index(number)]
         atom = cute.make_copy_atom(

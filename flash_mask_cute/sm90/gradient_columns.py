@@ -25,14 +25,12 @@ Share = TypeVar("Share")
 
 @dataclass(frozen=True)
 class GradientColumns:
-    """Columns of a CTA's products, in tiles with tile_d columns of queries and keys and tile_dv of
-    values.
+    """Columns of a CTA's products. tile_d, tile_dv, num_ctas, shares_keys: see `BwdTraits`.
 
-    num_ctas: they sum dQ together. shares_keys: both warpgroups have the same keys, and each a part
-    of the columns of dK and dV. own_warpgroup: the MMA warpgroup whose code these columns are for,
-    where the two have code of their own (`is_uneven`); None otherwise. in_halves: a warpgroup sums
-    half of the columns of dQ in one product (`dq_parts`). used_d, used_dv: the columns of dK and dV
-    that are not zeros, where a warpgroup sums no others; None: it sums all of a tile.
+    own_warpgroup: the MMA warpgroup whose code these columns are for, if the two have code of their
+    own (`is_uneven`). in_halves: a warpgroup sums half of the columns of dQ in one product
+    (`dq_parts`). used_d, used_dv: the columns of dK and dV that are not zeros, where a warpgroup
+    sums no others; None: it sums all of a tile.
     """
 
     tile_m: int
@@ -61,11 +59,8 @@ class GradientColumns:
 
     @property
     def dk(self) -> tuple[ColumnPart, ...]:
-        """The columns of this MMA warpgroup's products that sum dK.
-
-        If they are uneven, the first warpgroup has the wider part of dQ, and the narrower of dK.
-        The last product is computed behind dQ.
-        """
+        """If columns are uneven, the first warpgroup has the wider part of dQ, and the narrower of
+        dK. The last product is computed behind dQ."""
         if not self.shares_keys:
             return (ColumnPart(0, self.used_d or self.tile_d, 1),)
         if not self.is_uneven:
@@ -76,7 +71,6 @@ class GradientColumns:
 
     @property
     def dv(self) -> tuple[ColumnPart, ...]:
-        """The columns of this MMA warpgroup's products that sum dV."""
         if not self.shares_keys:
             return (ColumnPart(0, self.used_dv or self.tile_dv, 1),)
         if not self.is_uneven:
@@ -85,8 +79,8 @@ class GradientColumns:
 
     @property
     def parts_dq(self) -> tuple[tuple[ColumnPart, ...], ...]:
-        """The parts of a CTA's dQ, which leave in turn, by the columns of their products in the
-        first CTA. If a block has 64 rows, the warpgroups share its columns."""
+        """The parts of dQ, which leave in turn, by the columns of their products in the first CTA.
+        If a block has 64 rows, the warpgroups share its columns."""
         if self.tile_m > ROWS_PER_WARPGROUP:
             return ((ColumnPart(0, self.tile_d, 1),),)
         # the columns of the first CTA are the first ones
@@ -102,8 +96,7 @@ class GradientColumns:
         return tuple(parts)
 
     def products_dq(self, part: int) -> tuple[tuple[ColumnPart, int], ...]:
-        """This MMA warpgroup's products of a part of dQ: the columns in the first CTA, and where
-        the product's sums begin among those of the part."""
+        """Products of a part of dQ: their columns in the first CTA, and where their sums begin."""
         products, first = [], 0
         for columns in self.parts_dq[part]:
             products.append((columns, first))
@@ -124,8 +117,7 @@ class GradientColumns:
 
     @property
     def second_dq(self) -> int:
-        """The first column of dQ that the second of two CTAs sums. The first CTA may have its first
-        columns, too: the second one does not send them."""
+        """The first column that the second CTA sums. It does not send those that the first has."""
         return self.tile_d - self.cols_dq
 
 

@@ -13,16 +13,13 @@ from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdSmem, BwdTraits
-from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, Role, send_rows
+from flash_mask_cute.sm90.warpgroups import ROWS_PER_WARP, mma_warp, send_rows
 
 
 class KeyGradients(NamedTuple):
-    """Each (row, d, head, batch), or (row, d, head) where sequences are packed.
-
-    If a group is split over CTAs, each is fp32 (part of a group, key block, sums), in one of the
-    orders of `bwd_add_parts`, and `blocks` numbers the key blocks. With query lists there is one
-    part, to which CTAs add.
-    """
+    """Each (row, d, head, batch), or (row, d, head) where sequences are packed. Sums of a split
+    group are fp32 (part of the group, key block, sums), in an order of `bwd_add_parts`, and
+    `blocks` numbers the key blocks. With query lists CTAs add to one part."""
 
     dk: cute.Tensor
     dv: cute.Tensor
@@ -31,9 +28,15 @@ class KeyGradients(NamedTuple):
 
 @cute.jit
 def scale(acc: cute.Tensor, factor: Float32) -> None:
-    """Multiply sums by a factor."""
     for i in cutlass.range_constexpr(cute.size(acc)):
         acc[i] = acc[i] * factor
+
+
+def rows_of(target: cute.Tensor, work: Work, offset: Int32) -> cute.Tensor:
+    """The (row, d) tensor of a work tile's sequence, which begins at `offset` if it is packed."""
+    if cute.rank(target) == 4:
+        return target[None, None, work.head_idx, work.batch_idx]
+    return cute.domain_offset((offset, 0), target[None, None, work.head_idx])
 
 
 def send_gradient(
@@ -72,21 +75,17 @@ def send_gradients(
 ) -> None:
     """Store this warpgroup's columns of dK or dV, for a work tile that ended before query `block`.
 
-    They go through the place of this warpgroup's part of dS of that block. This place has been
-    unused since both warpgroups met in the last block, after summing the dS before it, and only
-    this warpgroup uses it until they meet again. If the last block was skipped, adding its dQ
-    needed both warpgroups' sums of the previous block. If dS has one place, it has been acquired
-    for that block.
+    They go through the place of this warpgroup's part of dS of that block. Nothing has used it
+    since both warpgroups met in the last block, after summing the dS before it, and only this
+    warpgroup uses it until they meet again. If the last block was skipped, adding its dQ needed
+    both warpgroups' sums of the previous block. If dS has one place, it has been acquired for that
+    block.
     """
     rows, cols = wgmma.ROWS_PER_WARPGROUP, wgmma.ROWS_PER_WARPGROUP // traits.column_groups
     unit = traits.ds_unit(traits.ds_stage(block), traits.key_group(), 0)
     smem = cute.local_tile(tiles.ds[None, None, unit], (rows, cols), (0, traits.column_group()))
     first_key = work.block * traits.tile_n + traits.first_key()
-    if cute.rank(target) == 4:
-        gmem = target[None, None, work.head_idx, work.batch_idx]
-    else:
-        gmem = cute.domain_offset((work.offset_k, 0), target[None, None, work.head_idx])
-    gmem = cute.domain_offset((first_key, 0), gmem)
+    gmem = cute.domain_offset((first_key, 0), rows_of(target, work, work.offset_k))
     for acc, part in zip(accs, columns, strict=True):
         start, end = 0, part.width
         first_col = part.first
@@ -99,14 +98,9 @@ def send_gradients(
             for i in range(cute.size(words)):
                 # without scores, what was loaded is another sequence's, perhaps not even finite
                 words[i] = cutlass.select_(has_sums, words[i], Int32(0))
-            send_rows(
-                values,
-                traits.mma_keys(width),
-                cute.local_tile(smem, (rows, width), (0, 0)),
-                gmem,
-                work.slot - first_key,
-                first_col + start,
-            )
+            mma, staged = traits.mma_words(width), cute.local_tile(smem, (rows, width), (0, 0))
+            # not in common with `send_gradient`: another order gives other machine code
+            send_rows(values, mma, staged, gmem, work.slot - first_key, first_col + start)
             start += width
 
 
@@ -119,12 +113,11 @@ def store_sums(
     has_sums: Boolean,
     adds: cutlass.Constexpr[bool],
 ):
-    """Store this warp's sums of dK or dV of a work tile, one of several with the same keys, or add
-    them to what is there. Added are 32 neighbours at a time, of a lane each. A tile may have more
-    columns than are summed; those are left as they are."""
+    """Store this warp's sums of dK or dV, one of several with the same keys, or add them to what is
+    there, 32 neighbours at a time. Columns of a tile that are not summed stay as they are."""
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
     lane = cute.arch.lane_idx()
-    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+    warp_idx = mma_warp()
     # of the tile, as who adds the parts reads them
     groups, own_groups = cute.size(target, mode=[2]) // (4 * 32 * 8), wgmma.num_cols(acc) // 8
     quads = cute.make_tensor(acc.iterator, cute.make_layout((4, own_groups)))
@@ -180,7 +173,6 @@ def store_sum_rows(
 
 
 def stage_nothing(traits: BwdTraits, tiles: BwdSmem, channel: Channel, block: Int32) -> None:
-    """Write a dQ of 0 to the staging memory."""
     for i in range(len(traits.columns.parts_dq)):
         products = traits.columns.products_dq(i)
         nothing = [wgmma.make_accumulator(part.width) for part, _ in products]
@@ -200,23 +192,20 @@ def stage_dq(
 ):
     """Write this warp's sums of a part of dQ to staging memory, for each width."""
     lane = cute.arch.lane_idx()
-    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
+    warp_idx = mma_warp()
     if const_expr(traits.staging_warps < traits.num_mma_warps):
         warp_idx = warp_idx % traits.staging_warps
     number = block * len(traits.columns.parts_dq) + part
     channel.acquire(number)
     for acc, (columns, first) in zip(accs, traits.columns.products_dq(part), strict=True):
+        groups = columns.width // 8
+        # (2 columns, 2 rows, lane, column group, warp), as the threads hold the sums
+        layout = cute.make_layout((2, 2, 32, groups, traits.staging_warps))
         if const_expr(traits.by_query_lists):
             layout = by_queries(traits.packed_heads, columns.width)
-            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
-            quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns.width // 8)))
-            for g in cutlass.range_constexpr(columns.width // 8):
-                cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
-        else:
-            layout = cute.make_layout(traits.shape_dq(columns.width))
-            staged = cute.make_tensor(tiles.dq.iterator + first, layout)
-            quads = cute.make_tensor(acc.iterator, cute.make_layout((4, columns.width // 8)))
-            for g in cutlass.range_constexpr(columns.width // 8):
-                cute.autovec_copy(quads[None, g], staged[None, lane, g, warp_idx])
+        staged = cute.make_tensor(tiles.dq.iterator + first, layout)
+        quads = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, groups)))
+        for g in cutlass.range_constexpr(groups):
+            cute.autovec_copy(quads[None, None, g], staged[None, None, lane, g, warp_idx])
     cute.arch.fence_proxy("async.shared", space="cta")
     channel.publish(number)

@@ -8,7 +8,7 @@ columns differ: the lanes of a row first exchange their values, so that lane t t
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from flash_mask_cute.core.cta import thread_in_warpgroup
 from flash_mask_cute.mods.line_sums import Line
@@ -63,8 +63,7 @@ class AccumulatorLines:
         return [first + (i // 2) * 8 + i % 2 for i in range(count)]
 
     def in_order(self, parts: list[Float32]) -> list[Float32]:
-        """The sums over the warp along its diagonals, those of neighbours in neighbouring lanes, 32
-        at a time (`diagonals`). parts: of a thread, along diagonals."""
+        """Sums over the warp along its diagonals, 32 neighbours at a time (`diagonals`)."""
         lane = cute.arch.lane_idx()
         values = _distances(lane, parts)
         # two of each eight that four lanes have together
@@ -81,13 +80,13 @@ class AccumulatorLines:
             total = Float32(0.0)
             for i, x in enumerate(sums):
                 other = cute.arch.shuffle_sync(x, source)
-                total = _select((place == i) & (number < count), other, total)
+                total = cutlass.select_((place == i) & (number < count), other, total)
             found.append(total)
         return found
 
     def diagonals(self, cols: int) -> list[Int32]:
-        """Distances of columns from rows, of this lane, of `in_order`: the first one and those
-        behind the last have no scores; in their place is a neighbour."""
+        """This lane's distances of columns from rows in `in_order`. The first one and those behind
+        the last have no scores; in their place is a neighbour."""
         count = 4 * (self.num_parts(Line.DIAGONAL, cols) + 2)
         numbers = []
         for start in range(0, count, cute.arch.WARP_SIZE):
@@ -107,13 +106,13 @@ def _distances(lane: Int32, parts: list[Float32]) -> list[Float32]:
     moved = []
     for first in range(0, len(parts), 2):
         even, odd = parts[first : first + 2]
-        sent = _select(is_odd, odd, even), _select(is_odd, even, odd)
+        sent = cutlass.select_(is_odd, odd, even), cutlass.select_(is_odd, even, odd)
         moved += [cute.arch.shuffle_sync(x, i) for x, i in zip(sent, sources, strict=True)]
     nothing = [Float32(0.0)] * 2
     moved = [*nothing, *moved, *nothing]
     # columns that were taken from the beginning of an eight belong to the eight before
     wraps = [wgmma.first_col_of(lane) + e + row >= 8 for e in range(2)]
-    return [_select(wraps[i % 2], moved[i + 2], moved[i]) for i in range(len(moved) - 2)]
+    return [cutlass.select_(wraps[i % 2], moved[i + 2], moved[i]) for i in range(len(moved) - 2)]
 
 
 def _over_rows(lane: Int32, values: list[Float32]) -> tuple[list[Float32], Int32]:
@@ -124,8 +123,8 @@ def _over_rows(lane: Int32, values: list[Float32]) -> tuple[list[Float32], Int32
         is_second = (lane & mask) != 0
         kept, sent = [], []
         for x, y in zip(values[:half], values[half:], strict=True):
-            kept.append(_select(is_second, y, x))
-            sent.append(_select(is_second, x, y))
+            kept.append(cutlass.select_(is_second, y, x))
+            sent.append(cutlass.select_(is_second, x, y))
         received = [cute.arch.shuffle_sync_bfly(x, mask) for x in sent]
         values = [x + y for x, y in zip(kept, received, strict=True)]
         number += cutlass.select_(is_second, Int32(half), Int32(0))
@@ -139,7 +138,3 @@ def _halves(count: int) -> list[tuple[int, int]]:
         count = (count + 1) // 2
         found.append((mask, count))
     return found
-
-
-def _select(condition: Boolean, x: Float32, y: Float32) -> Float32:
-    return cutlass.select_(condition, x, y)

@@ -1,7 +1,7 @@
-"""Rows of a table beside a warpgroup's scores: the keys of a thread, loaded by its quad.
+"""Rows of a table beside a warpgroup's scores.
 
-Four threads hold a row's scores, each two of 8 keys (`wgmma.py`). For elements of two bytes, a
-thread loads 8 keys in a row at once, those of the whole quad, and the quad exchanges pairs.
+Four threads hold a row's scores, each two of 8 keys. For elements of two bytes, a thread loads the
+8 keys of its quad, which then exchanges pairs.
 """
 
 from dataclasses import dataclass

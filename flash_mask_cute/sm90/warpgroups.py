@@ -9,11 +9,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import warp
 
 from flash_mask_cute.core.channel import Channel
-from flash_mask_cute.core.cta import (
-    THREADS_PER_WARPGROUP,
-    WARPS_PER_WARPGROUP,
-    thread_in_warpgroup,
-)
+from flash_mask_cute.core.cta import THREADS_PER_WARPGROUP, WARPS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.warp_scan import WARP
 from flash_mask_cute.sm90 import wgmma
 
@@ -32,6 +28,11 @@ class Role(IntEnum):
     SCHEDULE = 1
     MASK = 2
     MMA = 4
+
+
+def mma_warp() -> Int32:
+    """The number of this warp among the MMA warps."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - Role.MMA
 
 
 def mma_warpgroup_idx() -> Int32:
@@ -55,11 +56,9 @@ def take_bits(
     row_of: Callable[[Int32, int], Int32] = wgmma.row_of,
     num_rows: int = wgmma.ROWS_PER_THREAD,
 ) -> tuple[Int32, ...]:
-    """This thread's word of each of its accumulator's rows, from bit tile `number` of `channel`.
-
-    bits: (word, row). first: this warpgroup's first row in the tile. is_ready: the tile is known to
-    have arrived. It is free afterwards. row_of(thread, r): which row it is, for num_rows of them.
-    """
+    """This thread's word of each of its accumulator's rows, from bit tile `number` of `channel`,
+    which is free afterwards. bits: (word, row). first: this warpgroup's first row in the tile.
+    is_ready: the tile is known to have arrived."""
     channel.wait_unless(is_ready, number)
     thread = thread_in_warpgroup()
     words = tuple(
@@ -73,8 +72,8 @@ def take_bits(
 def store_rows(
     values: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor, transposes: bool = False
 ) -> None:
-    """stmatrix of 16-bit values, in the order of an accumulator of `tiled_mma`, into its tile.
-    transposes: columns of the tile are contiguous, not rows."""
+    """stmatrix of 16-bit values in accumulator order. transposes: columns of the tile are
+    contiguous, not rows."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposes, 4), values.element_type)
     store = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread_in_warpgroup())
     cute.copy(atom, store.retile(values), store.partition_D(smem))
@@ -91,9 +90,9 @@ def send_rows(
 ) -> None:
     """`store_rows`, and from there to the first `num_rows` of `gmem`, (rows, columns).
 
-    Each warp moves 16 rows, and waits for no other warp; their place in `smem` is free again
-    afterwards. The tile has 16, 32 or 64 columns. first_col, its start in `gmem`, is a multiple of
-    that number. `gmem` may end inside the tile, at a multiple of 8.
+    Each warp moves 16 rows, and waits for no other warp; `smem` is free again afterwards. The tile
+    has 16, 32 or 64 columns, and first_col is a multiple of that number. `gmem` may end inside the
+    tile, at a multiple of 8.
     """
     store_rows(values, tiled_mma, smem)
     cute.arch.sync_warp()
@@ -120,8 +119,8 @@ def send_rows(
 
 
 def _store_if(condition: Boolean, target: cute.Pointer, values: cute.Tensor) -> None:
-    """Write 16 bytes to global memory if the condition holds. Written as PTX: in a branch, each
-    store would have its address computed anew (docs/facts/compiler.md#memory-accesses)."""
+    """Write 16 bytes if the condition holds. In PTX: in a branch each store would have its address
+    computed anew (docs/facts/compiler.md#memory-accesses)."""
     words = cute.recast_tensor(values, Int32)
     cute.arch.inline_ptx(
         "@{$r5} st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
@@ -139,8 +138,7 @@ def load_rows(
 
 
 def keep_columns(words: cute.Tensor, tiled_mma: cute.TiledMma, smem: cute.Tensor) -> None:
-    """Load the first columns of a (64, d) tile into the words of a register operand A of
-    `tiled_mma`; the number of words determines the number of columns."""
+    """Load the first columns of a (64, d) tile into the words of a register operand A."""
     per_step = wgmma.WORDS_PER_STEP
     for step in range(cute.size(words) // per_step):
         part = cute.make_tensor(words.iterator + step * per_step, cute.make_layout(per_step))

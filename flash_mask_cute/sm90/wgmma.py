@@ -31,10 +31,9 @@ K, MN = OperandMajorMode.K, OperandMajorMode.MN
 def tile_columns(dim: int) -> int:
     """Columns of a tile in shared memory, for heads of a dimension; the columns past it are zeros.
 
-    TMA loads a tile in boxes as wide as its swizzle, the widest of 64, 32 and 16 columns that
-    divides it. If rows do not begin at multiples of 32 bytes, narrow boxes cost up to twice the L2
-    sectors. That is more than the additional products of a wider tile cost
-    (docs/facts/hopper_forward.md#tiles-and-order).
+    TMA loads boxes as wide as the swizzle, the widest of 64, 32 and 16 columns that divides a tile.
+    If rows do not begin at multiples of 32 bytes, narrow boxes cost up to twice the L2 sectors,
+    more than products of a wider tile (docs/facts/hopper_forward.md#tiles-and-order).
     """
     if dim <= 16 or dim in (48, 80):
         return -(-dim // 16) * 16
@@ -60,15 +59,14 @@ def rows_layout(
     stages: int,
     swizzled_cols: int | None = None,
 ) -> cute.ComposedLayout:
-    """(rows, cols, stages) with cols contiguous, as an operand whose K mode is cols. Blocks of 64,
-    32 or 16 columns are swizzled, which divide swizzled_cols, or else cols."""
+    """(rows, cols, stages) with cols contiguous. Blocks of 64, 32 or 16 columns are swizzled, which
+    divide swizzled_cols, or else cols."""
     kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, swizzled_cols or cols)
     atom = hopper.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
 def make_accumulator(n: int) -> cute.Tensor:
-    """fp32 accumulator of a 64 x n product."""
     return cute.make_rmem_tensor(((2, 2, n // 8), 1, 1), Float32)
 
 
@@ -83,8 +81,7 @@ def num_cols(acc: cute.Tensor) -> int:
 
 
 def rows_by_cols(acc: cute.Tensor, num_rows: int = ROWS_PER_THREAD) -> cute.Tensor:
-    """View of an accumulator as (rows, n/4 columns) of this thread, columns ascending; num_rows:
-    1 for its first row alone."""
+    """View of an accumulator as (num_rows, n/4 columns) of this thread, columns ascending."""
     groups = cute.size(acc) // 4
     layout = cute.make_layout((num_rows, (2, groups)), stride=(2, (1, 4)))
     return cute.make_tensor(acc.iterator, layout)
@@ -137,33 +134,6 @@ class QuadColumns:
 COLUMNS = QuadColumns()
 
 
-class AccumulatorElements:
-    """`Elements` of accumulators; a thread's rows and columns are those of `rows_by_cols`."""
-
-    num_rows = ROWS_PER_THREAD
-    lanes_per_row = 4
-
-    def row_of(self, thread: Int32, r: int) -> Int32:
-        return row_of(thread, r)
-
-    def first_col_of(self, thread: Int32) -> Int32:
-        return first_col_of(thread)
-
-    def col_offset(self, c: int) -> int:
-        return col_offset(c)
-
-    def is_set(self, bits: tuple, r: int, c: int) -> Boolean:
-        return bit_tile.is_set(bits[r], c)
-
-    def keep_pair(
-        self, words: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32
-    ) -> None:
-        keep_pair(words, dtype, r, c, p, q)
-
-
-ELEMENTS = AccumulatorElements()
-
-
 def operand_a(tiled_mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
     """Descriptors of shared memory (rows, k, stages) as operand A: (1, rows, k-steps, stages)."""
     return tiled_mma.make_fragment_A(tiled_mma.get_slice(0).partition_A(smem))
@@ -181,16 +151,7 @@ def columns_as_rows(smem: cute.Tensor, first: Int32 | int, width: int) -> cute.T
     return cute.composition(view, tuple(cute.make_layout(n) for n in (width, rows, stages)))
 
 
-def as_operand_a(values: cute.Tensor) -> cute.Tensor:
-    """View of 16-bit values in accumulator order as the register operand A of the next product. The
-    accumulator's column groups of 8 pair up into the operand's k-blocks of 16."""
-    k_blocks = cute.size(values) // 8
-    layout = cute.make_layout(((2, 2, 2), 1, k_blocks), stride=((1, 2, 4), 0, 8))
-    return cute.make_tensor(values.iterator, layout)
-
-
 def rounded(acc: cute.Tensor, dtype: type) -> cute.Tensor:
-    """An accumulator rounded to a 16-bit type."""
     values = cute.make_rmem_tensor(acc.layout, dtype)
     values.store(acc.load().to(dtype))
     return values
@@ -214,8 +175,12 @@ def rounded_values(words: cute.Tensor, dtype: type) -> cute.Tensor:
 
 
 def words_as_operand_a(words: cute.Tensor, dtype: type) -> cute.Tensor:
-    """Words of `round_pairs` as the register operand A of the next product."""
-    return as_operand_a(cute.recast_tensor(words, dtype))
+    """Words of `round_pairs` as the register operand A of the next product: column groups of 8 of
+    the accumulator pair up into k-blocks of 16."""
+    values = cute.recast_tensor(words, dtype)
+    k_blocks = cute.size(values) // 8
+    layout = cute.make_layout(((2, 2, 2), 1, k_blocks), stride=((1, 2, 4), 0, 8))
+    return cute.make_tensor(values.iterator, layout)
 
 
 def keep_pair(pairs: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Float32) -> None:
@@ -223,11 +188,27 @@ def keep_pair(pairs: cute.Tensor, dtype: type, r: int, c: int, p: Float32, q: Fl
     pairs[r + c] = round_pair(p, q, dtype)
 
 
+class AccumulatorElements:
+    """`Elements` of accumulators; a thread's rows and columns are those of `rows_by_cols`."""
+
+    num_rows = ROWS_PER_THREAD
+    lanes_per_row = 4
+    row_of = staticmethod(row_of)
+    first_col_of = staticmethod(first_col_of)
+    col_offset = staticmethod(col_offset)
+    keep_pair = staticmethod(keep_pair)
+
+    def is_set(self, bits: tuple, r: int, c: int) -> Boolean:
+        return bit_tile.is_set(bits[r], c)
+
+
+ELEMENTS = AccumulatorElements()
+
+
 def copy_words(target: cute.Tensor, source: cute.Tensor, opaque_one: Int32) -> None:
     """Copy operand words in a way that is opaque to the compiler, alternating between two pipes.
 
-    A plain copy would be optimised away. Then an operand of the next product would be written while
-    this product is in flight, and ptxas would serialise all products:
+    Without the copy an operand of the next product would be written while this one is in flight:
     docs/facts/compiler.md#a-register-operand-of-the-next-product-must-not-be-written-under-a-product
     """
     opaque_zero = opaque_one - 1
@@ -266,8 +247,8 @@ def issue_with_kept(
     b: cute.Tensor,
     num_steps: cutlass.Constexpr[int],
 ) -> None:
-    """Start acc = a b as one commit group; the first k-steps of a are also in registers. kept: the
-    MMA for an operand A in registers, and these registers. num_steps: see `issue`."""
+    """Start acc = a b as one commit group. kept: the MMA for an operand A in registers, and the
+    registers with the first k-steps of a."""
     tiled_kept, operand = kept
     mma_kept, mma = cute.make_mma_atom(tiled_kept.op), cute.make_mma_atom(tiled_mma.op)
     mma_kept.set(warpgroup.Field.ACCUMULATE, False)

@@ -8,7 +8,8 @@ from devices import Device
 from launch_recorder import Recorder
 
 from flash_mask_cute import interface
-from flash_mask_cute.call import explain
+from flash_mask_cute.call import explain, prepare
+from flash_mask_cute.call.build_backward import BwdKernels
 from flash_mask_cute.runtime.cache import Compiled
 
 
@@ -22,9 +23,25 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small operations are ten times slower when threads share them, and wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def explained_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """`explain` does not ask the compiler, for tests that need no registers, spills or refusals."""
     monkeypatch.setattr(explain, "compiled_fwd", lambda run: Compiled(None, {}))
+
+
+@pytest.fixture
+def attention_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are prepared without attention kernels: for tests of what is prepared beside them."""
+    monkeypatch.setattr(prepare, "compiled_fwd", lambda run: Compiled(None, {}))
+    monkeypatch.setattr(prepare, "compiled_bwd", lambda run: BwdKernels(None, None, None))
 
 
 @pytest.fixture

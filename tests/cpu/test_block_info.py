@@ -70,7 +70,7 @@ def block_infos(draw, **fixed):
 lengths = st.integers(0, 40)
 
 
-@settings(max_examples=1200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(block_infos(), lengths, lengths)
 def test_n_range_is_exactly_the_visible_tiles(info, seqlen_q, seqlen_k):
     seqlen_info = SeqlenInfoQK.create(0, seqlen_q, seqlen_k)
@@ -82,7 +82,7 @@ def test_n_range_is_exactly_the_visible_tiles(info, seqlen_q, seqlen_k):
         assert list(range(n_min, n_max)) == blocks_with(seen, info.tile_n)
 
 
-@settings(max_examples=1200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(block_infos(), lengths, lengths)
 def test_m_range_is_exactly_the_visible_tiles(info, seqlen_q, seqlen_k):
     seqlen_info = SeqlenInfoQK.create(0, seqlen_q, seqlen_k)
@@ -94,7 +94,7 @@ def test_m_range_is_exactly_the_visible_tiles(info, seqlen_q, seqlen_k):
         assert list(range(m_min, m_max)) == blocks_with(seen, info.tile_m)
 
 
-@settings(max_examples=1200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(block_infos(), lengths, lengths)
 def test_edge_methods_separate_masked_from_unmasked_blocks(info, seqlen_q, seqlen_k):
     seqlen_info = SeqlenInfoQK.create(0, seqlen_q, seqlen_k)
@@ -125,7 +125,7 @@ def test_edge_methods_separate_masked_from_unmasked_blocks(info, seqlen_q, seqle
         )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(block_infos(is_split_kv=True), lengths, lengths, st.integers(1, 9))
 def test_splits_partition_the_range(info, seqlen_q, seqlen_k, num_splits):
     seqlen_info = SeqlenInfoQK.create(0, seqlen_q, seqlen_k)
@@ -142,7 +142,7 @@ def test_splits_partition_the_range(info, seqlen_q, seqlen_k, num_splits):
         assert max(hi - lo for lo, hi in splits) == num_blocks(n_max - n_min, num_splits)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data(), st.booleans(), lengths, lengths, st.integers(0, 20))
 def test_new_k_range_is_the_new_keys_of_the_visited_tiles(data, split_kv, seqlen_q, cached, new):
     info = data.draw(block_infos(is_split_kv=split_kv))
@@ -171,20 +171,11 @@ def causal(**options):
     return BlockInfo(tile_m=128, tile_n=128, is_causal=True, **options)
 
 
-def test_article_causal_example():
+def test_article_examples():
     info, seqlen_info = causal(), SeqlenInfoQK.create(0, 256, 256)
-    assert info.get_n_block_min_max(seqlen_info, 0) == (0, 1)
-    assert info.get_n_block_min_max(seqlen_info, 1) == (0, 2)
-
-
-def test_article_decode_example():
-    assert causal().get_n_block_min_max(SeqlenInfoQK.create(0, 1, 1000), 0) == (0, 8)
-
-
-def test_article_query_range_example():
-    info, seqlen_info = causal(), SeqlenInfoQK.create(0, 256, 256)
-    assert info.get_m_block_min_max(seqlen_info, 0) == (0, 2)
-    assert info.get_m_block_min_max(seqlen_info, 1) == (1, 2)
+    assert [info.get_n_block_min_max(seqlen_info, m) for m in range(2)] == [(0, 1), (0, 2)]
+    assert [info.get_m_block_min_max(seqlen_info, n) for n in range(2)] == [(0, 2), (1, 2)]
+    assert info.get_n_block_min_max(SeqlenInfoQK.create(0, 1, 1000), 0) == (0, 8)
 
 
 def test_article_packed_gqa_example():
@@ -197,23 +188,20 @@ def test_article_packed_gqa_example():
     assert small.get_m_block_min_max(SeqlenInfoQK.create(0, 32, 32), 2) == (1, 2)
 
 
-def test_article_split_example():
-    info, seqlen_info = causal(is_split_kv=True), SeqlenInfoQK.create(0, 1, 2560)
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (2560, [(0, 5), (5, 10), (10, 15), (15, 20)]),
+        # 2560 keys each and 2320 in the last, not 2500 each
+        (10000, [(0, 20), (20, 40), (40, 60), (60, 79)]),
+        # more splits than pieces
+        (5 * 128, [(0, 2), (2, 4), (4, 5), (5, 5)]),
+    ],
+)
+def test_splits_are_cut_at_block_boundaries(keys, expected):
+    info, seqlen_info = causal(is_split_kv=True), SeqlenInfoQK.create(0, 1, keys)
     ranges = [info.get_n_block_min_max(seqlen_info, 0, split, 4) for split in range(4)]
-    assert ranges == [(0, 5), (5, 10), (10, 15), (15, 20)]
-
-
-def test_splits_are_cut_at_block_boundaries():
-    """10000 keys in 4 splits: 2560 keys each and 2320 in the last, not 2500 each."""
-    info, seqlen_info = causal(is_split_kv=True), SeqlenInfoQK.create(0, 1, 10000)
-    ranges = [info.get_n_block_min_max(seqlen_info, 0, split, 4) for split in range(4)]
-    assert ranges == [(0, 20), (20, 40), (40, 60), (60, 79)]
-
-
-def test_more_splits_than_pieces_leaves_empty_splits():
-    info, seqlen_info = causal(is_split_kv=True), SeqlenInfoQK.create(0, 1, 5 * 128)
-    ranges = [info.get_n_block_min_max(seqlen_info, 0, split, 4) for split in range(4)]
-    assert ranges == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert ranges == expected
 
 
 def test_article_append_example():

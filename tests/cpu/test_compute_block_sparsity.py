@@ -118,6 +118,7 @@ def assert_canonical(lists: BlockSparseTensorsTorch) -> None:
             assert not any(row[count:])
 
 
+@pytest.mark.shares(4)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("block", [(128, 128), (64, 80), (192, 16), (1000, 1)], ids=str)
@@ -269,6 +270,7 @@ def sampled_states(mod: Any, seqlen_q: int, seqlen_k: int, block: int) -> Tensor
     return dense_states(BlockSparseTensorsTorch(*lists))
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", ["causal", "prefix", "all", "none"])
 @pytest.mark.parametrize("block", [1, 17, 64, 128])
 def test_sampling_is_exact_for_monotone_masks(name: str, block: int) -> None:
@@ -319,6 +321,7 @@ def table_mod(rank: int, dtype: type[cutlass.Numeric]) -> Any:
     return mod
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize(
     ("dtype", "rank"),
     [
@@ -393,6 +396,15 @@ def test_arguments_that_are_refused(
     arguments = {"mask_mod": plain_batch_mod, "B": 1, "H": 1, "seqlen_q": 9, "seqlen_k": 9}
     with pytest.raises(error, match=message):
         create_block_mask(**({"device": "cpu"} | arguments | changes))
+
+
+@pytest.mark.parametrize("mod", [plain_batch_mod, lambda b, h, q, k: q >= k])
+def test_without_a_gpu_the_device_that_works_is_named(
+    mod: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device is cuda, and torch sees no GPU; device='cpu'"):
+        create_block_mask(mod, None, None, 256, 256)
 
 
 def test_refusals_name_the_arguments_of_either_function() -> None:

@@ -379,13 +379,13 @@ def test_a_change_between_forward_and_backward_is_noticed(which: str) -> None:
 
 def test_bounds_of_columns_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
-    compute = column_mask.bounds_by_torch
+    compute = column_mask.fill_bounds
 
-    def counting(indices: Tensor, tile_n: int, *args: Any, **keywords: Any) -> Tensor:
+    def counting(indices: Tensor, bounds: Tensor, tile_n: int, *args: Any) -> None:
         computed.append(tile_n)
-        return compute(indices, tile_n, *args, **keywords)
+        compute(indices, bounds, tile_n, *args)
 
-    monkeypatch.setattr(column_mask, "bounds_by_torch", counting)
+    monkeypatch.setattr(column_mask, "fill_bounds", counting)
     q, k, v = qkv()
     mask = ColumnMask(rows_below(9, 12), True)
     for _ in range(2):

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-import torch
 from hostile_oracle import CPU
 from hostile_runs import run_call
 from random_hostile import MASK_MODS, SCORE_MODS, draw_call
@@ -19,15 +17,7 @@ from random_hostile import MASK_MODS, SCORE_MODS, draw_call
 CALLS = int(os.environ.get("FLASH_MASK_HOSTILE_CALLS", "1000"))
 SEED = int(os.environ.get("FLASH_MASK_HOSTILE_SEED", "0"))
 CHUNKS = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More of them wait for each other longer than these small calls take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_few_callables() -> None:
@@ -35,7 +25,7 @@ def test_few_callables() -> None:
     assert len(set(mods)) <= 20
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_hostile_calls(chunk: int) -> None:
     outcomes = [run_call(draw_call(SEED, number), CPU) for number in range(chunk, CALLS, CHUNKS)]

@@ -1,8 +1,4 @@
-"""Each optional argument is looked at, whichever way a call goes through the checks.
-
-Junk is refused by the name of its argument. `IGNORED` has what docstrings call ignored.
-FLASH_MASK_SIM_SEED draws the calls with several junk arguments.
-"""
+"""Each optional argument is looked at; junk is refused by its name, whichever way a call goes."""
 
 from __future__ import annotations
 

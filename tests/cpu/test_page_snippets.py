@@ -1,8 +1,4 @@
-"""The Python of the pages that a user reads first runs on the CPU.
-
-A block of a page in ALONE runs alone, as its reader copies it. The blocks of a page in IN_ORDER
-continue each other.
-"""
+"""Python of the pages runs on the CPU: blocks alone (ALONE), or one after the other (IN_ORDER)."""
 
 from __future__ import annotations
 

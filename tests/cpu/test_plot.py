@@ -17,7 +17,11 @@ from flash_mask_cute import (
 )
 from flash_mask_cute.compute_block_sparsity import compute_block_sparsity
 from flash_mask_cute.masks import builders
-from flash_mask_cute.plotting import EMPTY, FULL, PARTIAL, classify_tiles, plot
+from flash_mask_cute.plotting import EMPTY, FULL, PARTIAL, plot
+
+
+def classify_tiles(visible: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
+    return plotting._classify(plotting._Scores(visible, visible), tile_m, tile_n)
 
 
 def test_classes() -> None:
@@ -85,7 +89,7 @@ def test_refusals(mask: Any, keywords: dict[str, Any], error: type[Exception], t
 )
 def test_refusals_of_classes(mask: Any, tile_m: int, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        classify_tiles(mask, tile_m, 2)
+        plot(mask, tile_m=tile_m, tile_n=2)
 
 
 def test_without_matplotlib_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_create_selects_the_tokens_of_the_entry(data, make):
             arguments[f"mCuSeqlens{side.upper()}"] = make(cumulative(lengths))
         if shortened:
             arguments[f"mSeqUsed{side.upper()}"] = make(used)
-        flags[side] = (packed, shortened)
+        flags[side] = packed
         # Token labels (entry, position) in storage order; a dense entry starts its own slice.
         storage = [(b, i) for b in range(batch) for i in range(lengths[b])]
         expected[side] = [
@@ -67,12 +67,11 @@ def test_create_selects_the_tokens_of_the_entry(data, make):
             tokens, used_length, storage = expected[side][b]
             count = len(tokens) if used_length is None else used_length
             assert length == count
-            if flags[side][0]:
+            if flags[side]:
                 assert storage[offset : offset + length] == list(tokens)[:count]
             else:
                 assert offset == 0
-        assert (info.has_cu_seqlens_q, info.has_seqused_q) == flags["q"]
-        assert (info.has_cu_seqlens_k, info.has_seqused_k) == flags["k"]
+        assert info.has_cu_seqlens_k == flags["k"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -118,8 +117,7 @@ def test_new_keys_follow_the_cached_ones(data, make):
         assert keys == old + [("new", b, i) for i in range(count_new)]
         assert info.seqlen_k_og == len(old) and info.leftpad_k == pad
         assert info.seqlen_q == 1 and info.offset_q == 0
-        assert info.has_cu_seqlens_k is packed_slots and info.has_cu_seqlens_k_new is packed_new
-        assert info.has_seqused_k and not info.has_seqused_q and not info.has_cu_seqlens_q
+        assert info.has_cu_seqlens_k is packed_slots
 
 
 def test_without_new_keys_the_cache_is_the_sequence():

@@ -64,6 +64,7 @@ def run(name: str, *operands: Any, **keywords: Any) -> Any:
     return getattr(flash_mask_cute, name)(*operands, **keywords)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("block_size", [(1, 128), (64, 64)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("masked", MASKED)

@@ -133,6 +133,7 @@ def test_curves_differ_by_the_rounding_of_lse_only(
     assert distance(training, curves(training, "--dtype", "float64"), dense) < 1e-9
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_skipping_blocks_changes_no_bit(training: ModuleType, dtype: str) -> None:
     arguments = ("--dtype", dtype, "--seqlen", "512", "--steps", "2")
@@ -142,6 +143,7 @@ def test_skipping_blocks_changes_no_bit(training: ModuleType, dtype: str) -> Non
     assert curves(training, *arguments, "--deterministic") == skipping
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("task", TASKS)
 def test_the_loss_falls(training: ModuleType, task: str) -> None:
     losses = torch.tensor(curves(training, "--task", task, "--steps", "30")[task])

@@ -107,8 +107,7 @@ Declared: TypeAlias = tuple[str | None, str | None]
 
 
 def declared(node: ast.FunctionDef, others: Mapping[str, Mapping[str, str]]) -> dict[str, Declared]:
-    """Annotation and default of each argument. others: the fields of typed dictionaries, whose
-    defaults are in the definition only."""
+    """Annotation and default of each argument; fields of typed dictionaries have no defaults."""
     arguments = node.args
     plain = [*arguments.posonlyargs, *arguments.args]
     padding: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))

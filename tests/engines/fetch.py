@@ -1,7 +1,4 @@
-"""`python fetch.py DIR NAME==VERSION ...`: the Python files of wheels, without their dependencies.
-
-An engine's wheel is up to 340 MB, nearly all of it compiled modules, which stay behind.
-"""
+"""`python fetch.py DIR NAME==VERSION ...`: the Python files of wheels, without dependencies."""
 
 from __future__ import annotations
 

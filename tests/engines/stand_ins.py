@@ -1,6 +1,4 @@
-"""Stand-ins for packages that an engine imports and a test does not need: compiled modules,
-servers, tokenizers. The engine's own Python files are real.
-"""
+"""Stand-ins for what an engine imports and a test does not need: compiled modules, servers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One row has one set of bits on a Hopper GPU: decoded, in chunks, in pages, in training, anywhere.
-
-`tests/sim/test_fixed_splits_sim.py` has the same over few keys.
-"""
+"""One row has one set of bits on a GPU: decoded, in chunks, in pages, in training, anywhere."""
 
 from __future__ import annotations
 

@@ -86,8 +86,7 @@ def test_both_directions(name: str, compiled: bool) -> None:
 @pytest.mark.parametrize("name", MODS)
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_captured_graph(name: str, is_known: bool) -> None:
-    """Of a kept mask, captured before and after it is known what it becomes; replayed on other
-    values."""
+    """Of a kept mask, captured before and after what it becomes is known; replayed."""
     mod = MODS[name]()
     q, k, v = (x.detach() for x in tensors())
     # compiles; of another object where the mask is not to be known

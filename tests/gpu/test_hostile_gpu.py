@@ -1,7 +1,4 @@
-"""Hostile calls on a Hopper GPU, of ten kinds that share their kernels: right, or refused by name.
-
-FLASH_MASK_HOSTILE_CALLS says how many (300), FLASH_MASK_HOSTILE_SEED of which seed (0).
-"""
+"""Hostile calls on a Hopper GPU, of ten kinds that share their kernels: right, or refused."""
 
 from __future__ import annotations
 

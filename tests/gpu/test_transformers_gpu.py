@@ -117,10 +117,7 @@ def test_wide_heads(situation: str, width: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_decoding_in_a_graph_is_decoding_without(name: str) -> None:
-    """Steps compiled with CUDA graphs are as near to eager attention in float32 as others are.
-
-    The compiler fuses what is between the attentions, and rounds less often to bfloat16.
-    """
+    """As near to eager attention in float32: the compiler rounds less between."""
     exact, _, model = models(name)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     outs = []

@@ -14,11 +14,7 @@ WRITER, READER, HELPER = range(3)
 
 
 class OverwrittenAfterHandOvers:
-    """The writer hands 1 to the reader, is relieved by a helper a number of times, and writes 2
-    where the 1 was. Each role is a warp.
-
-    waits_for_reader: whether it writes only when the reader has read.
-    """
+    """1 is handed over, the writer relieved, and 2 written, after the read if waits_for_reader."""
 
     def __init__(self, hand_overs: int, waits_for_reader: bool):
         self.hand_overs = hand_overs

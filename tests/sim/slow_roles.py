@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import drawn_share
 import gradient_oracle
 import mask_cases
 import pytest
@@ -43,11 +44,13 @@ OF_BASE = {"sm90.flash_tangent.kernel": "sm90.flash_fwd.kernel"}
 
 
 class Slowed(NamedTuple):
-    """A call: fields of its `Case`, its `config` if that is not the table's, further keywords."""
+    """A call: fields of its `Case`, its `config` if that is not the table's, further keywords.
+    shares: a share of `make test` has one of so many of its sets of slow warps."""
 
     fields: dict[str, Any]
     config: dict[str, Any] | None = None
     more: dict[str, Any] = {}
+    shares: int = 1
 
 
 # Asynchronous work completes at random points, and warps are interrupted: a slow one also between a
@@ -120,16 +123,25 @@ def with_each_role_slow(
     kernels: Iterable[str],
     run: Callable[[], object],
     turn: int | None = None,
+    is_short: bool = False,
+    shares: int = 1,
 ) -> int:
     """`run`, which launches kernels and holds their results to what is right, as it is, and with
     each role of each of `kernels` slow. Returns how many sets of warps were slow. turn: only two
-    sets of warps are, of which each has its turn."""
-    monkeypatch.setitem(simulator.OPTIONS, "slow", frozenset())
+    sets of warps are, of which each has its turn. is_short: one of these two takes the place of the
+    run as it is. shares: as of `Slowed`."""
+    number = turn or 0
+    first = frozenset({number % WARPS_PER_WARPGROUP}) if is_short else frozenset[int]()
+    monkeypatch.setitem(simulator.OPTIONS, "slow", first)
     run()
     num_warps = launched(simulator)
     sets = set().union(*(slow_sets(x, num_warps[x]) for x in kernels))
     ordered = sorted(sets, key=sorted)
-    if turn is not None:
+    if (seed := drawn_share.seed()) is not None:
+        ordered = ordered[seed % shares :: shares]
+    if is_short:
+        ordered = [ordered[number % len(ordered)]]
+    elif turn is not None:
         ordered = [ordered[(2 * turn + i) % len(ordered)] for i in range(min(2, len(ordered)))]
     for warps in ordered:
         monkeypatch.setitem(simulator.OPTIONS, "slow", warps)
@@ -156,7 +168,7 @@ def check_backward(
     """The same of a backward. daux: with gradients of what its score_mod reads."""
     add_islands(monkeypatch)
     cache_oracles(monkeypatch)
-    fields, config, more = slowed
+    fields, config, more, shares = slowed
     if "daux" in more:
         given = make_trained(Case(name, **fields | {"score_mod": None}), fields["score_mod"])
         inputs = given.inputs
@@ -171,7 +183,7 @@ def check_backward(
         sms = SMS * (2 if (config or {}).get("cta_pair") else 1)
         monkeypatch.setattr(simulated_backward, "SMS", sms)
     run = partial(run_backward, simulator, inputs, (SEED,), config=config, **more)
-    with_each_role_slow(simulator, monkeypatch, [kernel], run)
+    with_each_role_slow(simulator, monkeypatch, [kernel], run, shares=shares)
 
 
 def cache_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +205,7 @@ def cache_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _islands(cycle: int, whole: int, cut: int) -> Callable[..., list[list[int]]]:
-    """Of each `cycle` keys every query sees the first `whole` ones, those up to some row see the
-    next `cut`, and nobody sees the others."""
+    """Of each `cycle` keys all see `whole`, some rows the next `cut`, nobody the others."""
 
     def columns(rng: random.Random, seqlen_q: int, seqlen_k: int, n: int) -> list[list[int]]:
         ends = []

@@ -1,7 +1,4 @@
-"""Callables that read aux tensors of every dtype, in the compiled kernels on the software GPU.
-
-FLASH_MASK_SIM_ARCH says of which architecture; the backward and the block scan are Hopper's.
-"""
+"""Callables that read aux tensors of every dtype, in compiled kernels of either architecture."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ def test_lists_of_a_block_mask(
 ) -> None:  # fmt: skip
     """They come with their bits, which nothing computes again."""
     monkeypatch.setattr(block_mask, "_runs_kernels", lambda tensor: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(block_lists.Target, "from_device", lambda device: Target.named("sm_90a"))
     g = torch.Generator().manual_seed(3)
     states = torch.randint(0, 3 if has_full else 2, (2, 1, 3, 40), generator=g)
@@ -132,7 +131,6 @@ def test_bits_that_a_call_asks_for(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, has_full: bool
 ) -> None:
     """On a GPU by one launch, for lists that nobody has seen before."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(block_lists.Target, "from_device", lambda device: Target.named("sm_90a"))
     g = torch.Generator().manual_seed(5)
     states = torch.randint(0, 3 if has_full else 2, (2, 3, 5, 70), generator=g)

@@ -1,8 +1,4 @@
-"""Every mask that has a name, through the compiled forward on the software GPU.
-
-Each rule is written out for one query and one key, and asked for every pair: nothing of it comes
-from the builders, so a wrong conversion into column intervals shows as a wrong output.
-"""
+"""Every mask that has a name, in the compiled forward, against its rule for each pair."""
 
 from __future__ import annotations
 

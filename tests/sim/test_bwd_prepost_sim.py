@@ -248,10 +248,7 @@ def expected_statistics(
 def spoil_rows_that_see_nothing(
     seqs: Sequences, tile_m: int, q: Tensor, do: Tensor, lse: Tensor
 ) -> Tensor:
-    """Writes into q and do, and returns which rows (heads, blocks, tile_m) are to be marked.
-
-    Every second row that sees nothing is finite, but for the first column of Q in some.
-    """
+    """Writes into q and do; which (heads, blocks, tile_m) are to be marked."""
     hostile = torch.zeros(HEADS, seqs.num_blocks(tile_m), tile_m, dtype=torch.bool)
     for block, b, rows in seqs.blocks(tile_m):
         for row in range(rows.start, min(rows.stop, seqs.used_of(b))):

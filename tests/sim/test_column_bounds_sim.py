@@ -90,9 +90,9 @@ def test_packed(simulator: ModuleType, lengths: tuple[int, ...], tile_n: int) ->
 
 def test_a_kernel_that_another_worker_compiled(simulator: ModuleType, tmp_path: Path) -> None:
     """Comes from the disk with its PTX, and runs."""
-    compile_column_bounds(1, False, "sm_90a", CompileCache(tmp_path))
+    compile_column_bounds(1, False, "sm_90a", cache=CompileCache(tmp_path))
     count = compile_count()
-    loaded = compile_column_bounds(1, False, "sm_90a", CompileCache(tmp_path))
+    loaded = compile_column_bounds(1, False, "sm_90a", cache=CompileCache(tmp_path))
     assert compile_count() == count
     indices = draw_indices(1, 1, 100, 1)
     bounds = torch.empty((1, 1, 2, 1), dtype=torch.int32)

@@ -77,6 +77,8 @@ GRID = CASES[5]
 cases = pytest.mark.parametrize(
     ("case", "name", "count"), CASES, ids=lambda x: getattr(x, "id", None)
 )
+# Neighbours share no kernel, and one takes up to a minute.
+ALONE = pytest.mark.shares(36)
 
 
 def tables_always(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
@@ -91,6 +93,7 @@ def forward(inputs: Inputs, count: int) -> Any:
     return prepared_fwd(plan)(call.tensors, call.masks)
 
 
+@ALONE
 @cases
 def test_forward(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case, name: str, count: int
@@ -107,6 +110,7 @@ def test_forward(
     assert_close_to_oracle(*found, inputs)
 
 
+@ALONE
 @cases
 @pytest.mark.parametrize("is_learned", [False, True])
 def test_backward(

@@ -1,8 +1,4 @@
-"""Drawn calls of the Blackwell kernels (`cases/drawn_blackwell.py`), on the software GPU.
-
-A draw runs once, with delays and a slow role of its own. Where FLASH_MASK_SIM_ROWS names a file, it
-runs in every order, and adds a row to the file (`tests/drawn_cases.py`).
-"""
+"""Drawn calls of Blackwell's kernels; in every order where FLASH_MASK_SIM_ROWS names a file."""
 
 from __future__ import annotations
 
@@ -37,6 +33,8 @@ ORDERS = tuple(product(range(1, 6), range(1, SMS + 1)))
 Run = Callable[[tuple[int | None, ...]], float]
 
 
+# Of a table that has run in every order (bench/results/blackwell_cases.txt).
+@pytest.mark.shares(60)
 @pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.id)
 def test_draw(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
     inputs = make_inputs(draw.case, seed=draw.number)
@@ -70,8 +68,7 @@ def test_draw(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, draw: Draw
 def _in_every_order(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, draw: Draw, run: Run
 ) -> tuple[str, float]:
-    """In order, with delays of two seeds, and with each role slow: what ran, and the largest error
-    as a share of what is allowed."""
+    """In order, with delays of two seeds, each role slow: what ran, and the largest share."""
     seed, other = draw.number + 1, draw.number + 2
     shares = [run((None,))]
     if draw.is_backward:

@@ -1,9 +1,4 @@
-"""One row has one set of bits: sums cut at fixed keys, on the software GPU.
-
-The rows of a whole forward are compared, as integers, with the same rows decoded among neighbours,
-in chunks that begin anywhere, in pages, and by each way to compute fixed splits. Three faults are
-then planted, and found.
-"""
+"""One row has one set of bits: sums cut at fixed keys. Three planted faults are found."""
 
 from __future__ import annotations
 

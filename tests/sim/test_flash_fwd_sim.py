@@ -21,8 +21,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
 
 class Table(NamedTuple):
-    """What an architecture runs. seeds, and one_seed of those of a case that others are much like;
-    visit_cases: whose hidden blocks are visited, too."""
+    """Of an architecture. seeds, or one_seed of cases alike. visit_cases: hidden blocks, too."""
 
     seeds: tuple[int | None, ...]
     one_seed: int | None

@@ -384,8 +384,7 @@ FAR = 2**40
 
 
 def _four_dims_ends(dtype: torch.dtype) -> MaskRecipe:
-    """Pairs that are seen if the query comes before an end of their own; a third of these ends lie
-    behind all queries."""
+    """Seen if the query comes before the pair's own end; a third are behind all queries."""
 
     def cute_mod(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         return q[0] < aux[0][b[0], h[0], q[0], k[0]]

@@ -1,5 +1,4 @@
-"""Mods written in torch, in the compiled kernels on the software GPU: what each read gives, with
-indices that are negative, and those past the end of a tensor, which read the last element."""
+"""What each read of torch mods gives in compiled kernels, at negative and too large indices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""FlexAttention mods in the compiled kernels, on the software GPU.
-
-FLASH_MASK_SIM_ARCH says of which architecture; the backward is Hopper's.
-"""
+"""FlexAttention mods in compiled kernels of either architecture; the backward is Hopper's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The largest score of each row by the compiled forwards, on the software GPU.
-
-FLASH_MASK_SIM_ARCH says of which architecture.
-"""
+"""The largest score of each row by the compiled forwards of either architecture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The forward as an example calls it: without the host path, on cute tensors, with block lists, and
-with both callables."""
+"""The forward as an example calls it: cute tensors, block lists, both callables, no host path."""
 
 from __future__ import annotations
 

@@ -169,8 +169,7 @@ def test_keys_in_common(
 
 
 def late_case(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]) -> Case:
-    """The first keys are seen by the last queries alone, to whose dQ the last keys, which all see,
-    come late in their walk. So the first ones would be first if they did not wait."""
+    """The last queries alone see the first keys, which would add first if they did not wait."""
 
     def columns(rng: random.Random, seqlen_q: int, seqlen_k: int, n: int) -> list[list[int]]:
         return [[seqlen_q, 260 if key < 512 else 0] for key in range(seqlen_k)]

@@ -1,7 +1,4 @@
-"""Queries that begin at a position, on the software GPU of either architecture.
-
-A few calls by default; FLASH_MASK_SIM_SEED=N draws more.
-"""
+"""Queries that begin at a position, in compiled kernels of either architecture."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Gradients of drawn mods that add an element of a learned table, by the compiled backward on the
-software GPU. FLASH_MASK_READ_DRAWS: how many, FLASH_MASK_READ_SEED: which."""
+"""Gradients of drawn mods that add an element of a learned table, by the compiled backward."""
 
 from __future__ import annotations
 

@@ -358,8 +358,7 @@ def test_packed_heads(simulator: ModuleType, more: dict[str, Any]) -> None:
 def test_pages(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, page_size: int, queries: int
 ) -> None:
-    """Decoding over pages, in as many splits as the library likes; unused rows hold NaN. Of one
-    query the kernel reads the entries."""
+    """Decoding over pages, in splits; unused rows hold NaN; of one query entries are read."""
     block = 128 if page_size == 128 else 64
     if queries == 1 and (block == 128 or ACTIVE_ARCH == "sm_90a"):
         monkeypatch.setattr(mask_arguments, "selected_bits", None)

@@ -32,10 +32,7 @@ UNFENCED = "async-proxy read of shared memory that was written without a fence.p
 
 
 class ProductOfOnes:
-    """1 + the products of two matrices of ones by WGMMA: out[i] = 1 + 16.
-
-    dropped: the step that is left out.
-    """
+    """1 + the products of two matrices of ones by WGMMA, out[i] = 17. dropped: a step."""
 
     def __init__(self, dropped: str):
         self.dropped = dropped

@@ -96,10 +96,7 @@ class ThroughTensorMemory:
 
 
 class OfPair:
-    """Two CTAs allocate tensor memory together and free it.
-
-    dropped: the cluster barrier that is left out.
-    """
+    """Two CTAs allocate tensor memory and free it. dropped: the cluster barrier left out."""
 
     def __init__(self, dropped: str):
         self.dropped = dropped

@@ -84,6 +84,8 @@ BACKWARDS = {
                        "head_dim_v": d_v},
             {"cta_pair": True},
             {"deterministic": True},
+            # a run takes ten seconds
+            shares=3,
         )
         for d, d_v in ((128, 128), (192, 128), (256, 256))
     },

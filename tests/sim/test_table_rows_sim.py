@@ -1,5 +1,4 @@
-"""Tables that a score_mod reads along the keys, on the software GPU: rows loaded many keys at once,
-and element by element where they are not aligned, not contiguous, or shorter than the keys."""
+"""Tables along the keys: rows loaded many keys at once, or elements where they cannot be."""
 
 from __future__ import annotations
 

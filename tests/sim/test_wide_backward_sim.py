@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -20,6 +21,7 @@ LAUNCHES = 2
 # each role is slow in it: several work tiles of a CTA, partial and full blocks, groups, a tail
 SLOW = Case("slow", heads_q=2, heads_kv=1, head_dim=320, causal=True, window_left=150,
             lengths_q=(200, 0, 70), lengths_k=(300, 20, 70))  # fmt: skip
+SLOW_HEAD = replace(SLOW, heads_q=1)
 
 
 @pytest.mark.parametrize("case", (*TRAINED_WIDE_CASES, SLOW), ids=lambda case: case.id)

@@ -148,10 +148,7 @@ class AttentionMask(BlockMask):
         raise NotImplementedError(f"attention_mask in {name}: {cls._refusal}")
 
     def to(self, *args: Any, **options: Any) -> AttentionMask:
-        """The mask on a device: itself if it is there, else made anew there.
-
-        accelerate moves the arguments of layers so, where layers are on several devices.
-        """
+        """The mask on a device. accelerate calls it where layers are on several devices."""
         dtypes = [x for x in (*args, options.get("dtype")) if isinstance(x, torch.dtype | Tensor)]
         if dtypes:
             raise _NoTensorError(f"attention_mask.to({dtypes[0]}): {self._refusal}")

@@ -71,10 +71,7 @@ def _parts_of(function: Any) -> _Parts | None:
 def packed_columns(
     function: Any, batch: int, seqlen: int, device: torch.device
 ) -> ColumnMask | None:
-    """The mask of a function that transformers composed, or None: it is another one.
-
-    It waits for the device once.
-    """
+    """The mask of a function for packed documents, with one wait; None for other functions."""
     parts = _parts_of(function)
     if parts is None:
         return None

@@ -21,20 +21,15 @@ own modules                           the attributes whose names the function me
 ====================================  =========================================================
 
 Own means: neither in the standard library, nor in a site-packages folder with a known version, nor
-part of this package. Tensors and anything else without a known structure raise TypeError, and so
-does what would reach names that the code does not show: ``globals()``, ``eval`` and the like, the
-environment, and an own module that a function returns, passes on or puts into a container. Names
-reached by a computed string (``getattr(module, "a" + "b")``), and what a library's function returns
-by the state of the process, are not followed.
+part of this package. What would reach names that the code does not show raises TypeError:
+``globals()``, ``eval`` and the like, the environment, and an own module that a function returns,
+passes on or puts into a container. Names reached by a computed string (``getattr(module, "a" +
+"b")``), and what a library's function returns by the state of the process, are not followed.
 
-The result depends neither on object addresses, nor on hash randomisation, nor on file or line
-positions, so it is equal in two processes; it contains the Python minor version because bytecode
-does.
-
-Cost on one core of a server: about 5 microseconds for a function, 3 to 6 more for each function or
-value that it reaches, 50 to 200 for an object of an own class, whose methods are all encoded. Only
-facts about immutable code objects are kept between calls: globals and cells may change between two
-calls, and the key then changes with them.
+The result is equal in two processes. Only facts about immutable code objects are kept between
+calls, so the key changes with globals and cells. On one core of a server it takes about 5
+microseconds for a function, 3 to 6 more for each function or value that it reaches, and 50 to 200
+for an object of an own class, whose methods are all encoded.
 """
 
 from __future__ import annotations
@@ -49,16 +44,11 @@ __all__ = ["callable_key"]
 
 
 def callable_key(fn: Callable[..., Any]) -> str:
-    """Return a string that is equal for two callables only if tracing them gives equal code.
+    """A string that is equal for two callables only if tracing them gives equal code.
 
-    ``fn.__flash_mask_key__``, a non-empty string set by the caller, replaces the analysis: the
-    caller then vouches that equal keys mean equal behaviour. It is honoured on every function and
-    object that the analysis reaches, not only on `fn`.
-
-    Raises:
-        TypeError: `fn` is not callable, or it reaches a value without a known structure, such as
-            a tensor. The message names the variable.
-    """
+    A non-empty string in ``__flash_mask_key__`` of `fn`, or of anything that it reaches, replaces
+    the analysis. Raises TypeError: `fn` is not callable, or it reaches a value without a known
+    structure, such as a tensor. The message names the variable."""
     if not callable(fn):
         raise TypeError(f"expected a callable, got {type(fn).__name__}")
     override = key_given_for(fn)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import operator
 import struct
 import types
-import typing
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class CodeFacts(NamedTuple):
@@ -25,6 +25,10 @@ _FACTS: weakref.WeakKeyDictionary[types.CodeType, CodeFacts] = weakref.WeakKeyDi
 _GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CELL_LOADS = frozenset({"LOAD_DEREF", "LOAD_CLOSURE"})
 _ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_signature_of = operator.attrgetter(
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_names"),
+    *("co_varnames", "co_cellvars", "co_freevars"),
+)
 # By which code reaches what it does not name: builtins, and attributes of modules that hold the
 # state of the process.
 OPAQUE_BUILTINS = frozenset({"globals", "vars", "eval", "exec", "__import__"})
@@ -46,21 +50,7 @@ def _analyse(code: types.CodeType) -> CodeFacts:
     parts: list[bytes] = [
         frame(b"code", code.co_code),
         frame(b"exceptions", getattr(code, "co_exceptiontable", b"")),
-        frame(
-            b"signature",
-            repr(
-                (
-                    code.co_argcount,
-                    code.co_posonlyargcount,
-                    code.co_kwonlyargcount,
-                    code.co_flags,
-                    code.co_names,
-                    code.co_varnames,
-                    code.co_cellvars,
-                    code.co_freevars,
-                )
-            ).encode(),
-        ),
+        frame(b"signature", repr(_signature_of(code)).encode()),
     ]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -128,18 +118,17 @@ _REPR_ATOMS: frozenset[type] = frozenset(
 )
 
 
-def encode_atom(value: object) -> bytes | None:
+def encode_atom(value: Any) -> bytes | None:
     """Encode a scalar whose type is exactly a builtin one, else return None."""
     kind = type(value)
     if kind is str:
-        return frame(b"str", typing.cast(str, value).encode("utf-8", "surrogatepass"))
+        return frame(b"str", value.encode("utf-8", "surrogatepass"))
     if kind in _REPR_ATOMS:
         return frame(kind.__name__.encode(), repr(value).encode())
     if kind is float:
         return frame(b"float", struct.pack(">d", value))
     if kind is complex:
-        number = typing.cast(complex, value)
-        return frame(b"complex", struct.pack(">dd", number.real, number.imag))
+        return frame(b"complex", struct.pack(">dd", value.real, value.imag))
     if kind is bytes:
-        return frame(b"bytes", typing.cast(bytes, value))
+        return frame(b"bytes", value)
     return None

@@ -16,7 +16,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def release_of(module_name: str | None) -> str | None:
-    """Return what pins the contents of a module that is not the user's own, else None."""
+    """What pins the contents of a module that is not the user's own, else None."""
     top = (module_name or "__main__").partition(".")[0]
     if top == _PACKAGE:
         return "this package"

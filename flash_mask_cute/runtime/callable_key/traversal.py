@@ -78,8 +78,7 @@ _TUPLE_GETTER = type(typing.cast(Any, namedtuple("_Single", ["item"])).item)
 class Traversal:
     """One depth-first traversal of everything a callable reaches, written as tagged frames.
 
-    Objects with identity are numbered in order of first visit and referred to by number later:
-    cycles end, and the numbers depend on structure only.
+    Objects with identity are numbered in order of first visit and referred to by number later.
     """
 
     def __init__(self) -> None:

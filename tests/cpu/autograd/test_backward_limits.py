@@ -1,7 +1,4 @@
-"""What the backward of a call refuses is refused in its forward, if a gradient is recorded.
-
-FLASH_MASK_SIM_SEED draws calls with common keys and a learned table.
-"""
+"""What the backward refuses is refused in its forward, if a gradient is recorded."""
 
 from __future__ import annotations
 

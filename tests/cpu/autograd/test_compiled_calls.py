@@ -1,8 +1,4 @@
-"""Compiled calls at second and third lengths (`tests/support/calls/compiled_calls.py`).
-
-FLASH_MASK_COMPILED_CALLS says how many draws of the table run (4), or "all" for each row in every
-mode with and without gradients; FLASH_MASK_COMPILED_SEED is their seed (one of today).
-"""
+"""Compiled calls at second and third lengths (`tests/support/calls/compiled_calls.py`)."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from cases import FP32, FP64, Case
 from inputs import Inputs, make_inputs
+from planned import attend_of
 from random_cases import small_case
 from tangent_oracle import (
     Pair,
     assert_tangents_close,
-    attend_of,
     dual_results,
     make_tangents,
     reference_tangents,
@@ -124,6 +124,7 @@ def _drawn(seed: int) -> Case | None:
     return replace(case, dtype=FP64, pack_gqa=None)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("part", range(10))
 def test_drawn_calls(part: int) -> None:
     """50 of 500 drawn calls, in float64, within what float32 leaves of LSE alone."""

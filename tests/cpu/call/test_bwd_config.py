@@ -320,8 +320,7 @@ def test_head_dims_of_blackwell_are_rounded_up() -> None:
 
 
 def test_tensor_memory_of_wide_heads() -> None:
-    """Sums, S and dP do not overlap, and dQ lies behind them, or over what has been multiplied by
-    then. Where it has no place, there are two launches, which together compute everything once."""
+    """Nothing overlaps that is in use; without room for dQ two launches share the work."""
     from cutlass import BFloat16
 
     from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits

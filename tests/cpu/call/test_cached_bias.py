@@ -7,6 +7,7 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
+from compiled_code import SWEEP
 from planned import forward_call, planned
 from torch import Tensor
 
@@ -97,6 +98,7 @@ def test_callables_whose_rows_are_not_kept(name: str) -> None:
     assert plan_of(operands(), **NOT_KEPT[name]).problem.cached_bias_bits == 0
 
 
+@SWEEP
 def test_shared_memory_and_spills() -> None:
     found = plan_of(operands())
     with compile_lock():

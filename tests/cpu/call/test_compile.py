@@ -364,8 +364,7 @@ def grown(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 
 @NEEDS_DISASSEMBLER
 def test_a_number_that_multiplies_the_score_joins_its_scale(tmp_path: Path) -> None:
-    """And costs nothing, unless it is so large that the scale might not hold it; and one that
-    multiplies the result joins what the softmax multiplies by."""
+    """For nothing, unless the scale might not hold it; the result's factor, too."""
     products = {}
     for mod in (bounded, squashed, unscaled, grown):
         problem = replace(PLAIN, score_mod=callable_key(mod))
@@ -514,7 +513,7 @@ def test_remarks_do_not_need_source_lines(tmp_path: Path, monkeypatch: pytest.Mo
     """Looking a line up for each operation takes as long as tracing it."""
     asked: list[None] = []
     monkeypatch.setattr(op, "_get_caller_frame_info", lambda: asked.append(None))
-    meta = compile_column_bounds(1, False, TARGET.arch, CompileCache(tmp_path)).meta
+    meta = compile_column_bounds(1, False, TARGET.arch, cache=CompileCache(tmp_path)).meta
     assert meta["registers"] and meta["spill_bytes"] == 0 and not asked
 
 

@@ -246,6 +246,7 @@ def test_every_row_of_blackwell_is_compiled() -> None:
             assert rows <= dims
 
 
+@SWEEP
 def test_one_set_of_kernels_per_problem(tmp_path: Path) -> None:
     """Sizes are not part of a problem, and equal problems compile once."""
     cache = CompileCache(tmp_path)

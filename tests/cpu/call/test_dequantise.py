@@ -74,6 +74,7 @@ def test_their_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of(PREFILL).in_16_bits is None
 
 
+@pytest.mark.usefixtures("explained_without_compiling")
 def test_explain_tells_it() -> None:
     call = make_call(PREFILL)
     made = forward_call(call.q, *call.codes, **call.keywords, **call.descales)

@@ -11,6 +11,7 @@ from flash_mask_cute import explain
 from flash_mask_cute.runtime import machine_code
 
 
+@pytest.mark.shares(6)
 def test_the_code_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     q, k, v = torch.randn(3, 1, 256, 2, 64, dtype=torch.bfloat16)
     found = explain(q, k, v, causal=True, target="sm_90a", code=True)

@@ -71,8 +71,7 @@ def longest(rows: list[list[int]], together: int, ctas: int) -> int:
     ("heads", "blocks"), [(8, 32), (4, 64), (32, 16), (8, 32), (16, 64), (28, 16), (2, 128)]
 )
 def test_heads_in_turn_leave_no_tail(heads: int, blocks: int) -> None:
-    """Of causal walks, an SM more than the average is busy with at most a tenth, or with the
-    longest walk alone. One head after the other, that was up to 0.6."""
+    """Of causal walks, an SM is busy for 1.1 of the average at most, or the longest walk."""
     walks = [2 * (blocks - i) for i in range(blocks)]
     together = alternating_heads(blocks, heads, SMS, lambda x, y, z: y if x else z)
     assert 1 < together <= heads

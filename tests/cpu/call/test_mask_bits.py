@@ -377,6 +377,7 @@ def sees(distance: int) -> Any:
     return lambda b, h, q, k, aux: k <= q + distance
 
 
+@pytest.mark.usefixtures("attention_is_not_compiled")
 def test_only_the_kernel_that_runs_is_compiled(stores_compiled: list[MaskBitsProblem]) -> None:
     """At d=64, where attention that asks has other tiles than attention that reads."""
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
@@ -385,6 +386,7 @@ def test_only_the_kernel_that_runs_is_compiled(stores_compiled: list[MaskBitsPro
     assert problem.tiles == BitTiles.for_forward(192, 128)
 
 
+@pytest.mark.usefixtures("attention_is_not_compiled")
 def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[MaskBitsProblem]) -> None:
     q = torch.zeros(1, 384, 4, 64, dtype=torch.bfloat16)
     asks_about_heads = lambda b, h, q, k, aux: k <= q + h * 1002  # noqa: E731
@@ -392,13 +394,14 @@ def test_no_kernel_is_compiled_to_ask_about_heads(stores_compiled: list[MaskBits
     assert not stores_compiled
 
 
-@pytest.mark.usefixtures("documents_packed")
+@pytest.mark.usefixtures("documents_packed", "attention_is_not_compiled")
 def test_by_documents_only_that_kernel_is_compiled(stores_compiled: list[MaskBitsProblem]) -> None:
     q = torch.zeros(1, 2 * DOCUMENT_STRIDE, 4, 64, dtype=torch.bfloat16)
     prepare_fwd(forward_call(q, q, q, mask_mod=sees(1003)), TARGET)
     assert [problem.form for problem in stores_compiled] == ["documents"]
 
 
+@pytest.mark.usefixtures("attention_is_not_compiled")
 def test_a_backward_compiles_one_kernel_that_stores(stores_compiled: list[MaskBitsProblem]) -> None:
     case = Case("once", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
     mask_bits.CACHE.clear_memory()

@@ -58,6 +58,7 @@ def test_products_read_what_is_there() -> None:
                 assert 0 <= behind <= traits.cached_bias_words * 4
 
 
+@pytest.mark.usefixtures("explained_without_compiling")
 def test_explanation_and_scratch() -> None:
     q = torch.empty(4 * 132, 49, 8, 32, dtype=torch.bfloat16)
     told = explain(q, q, q, target="sm_90a").backward
@@ -68,6 +69,7 @@ def test_explanation_and_scratch() -> None:
     assert "all queries and keys of a batch entry" in str(explain(q, q, q, target="sm_90a"))
 
 
+@pytest.mark.usefixtures("explained_without_compiling")
 def test_costs_of_gradients() -> None:
     """Those of the kernel that makes them, also where nothing requires grad."""
     for length, parts in ((49, "in each of 132 parts"), (343, "of a part")):

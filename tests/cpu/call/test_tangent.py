@@ -63,8 +63,7 @@ def test_what_has_no_kernel_is_refused_by_name(dims: Any, target: Target, messag
 
 @pytest.mark.parametrize("strided", [None, "unreadable", "transposed"])
 def test_the_launch(strided: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operand by its name; tensors that TMA cannot read are copied, the sign of the scale is
-    in both q and its tangent, and keys that are expanded have tangents of their own."""
+    """Operands by name; the sign of the scale in q and its tangent; TMA's copies; expanded keys."""
     inputs = make_inputs(Case("launch", 2, 40, 70, 4, 2, 64, strided=strided, softmax_scale=-0.5))
     tensors = inputs.q, inputs.k[:1].expand_as(inputs.k), inputs.v
     call = forward_call(*tensors, softmax_scale=-0.5, causal=True)

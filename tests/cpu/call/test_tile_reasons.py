@@ -1,7 +1,4 @@
-"""What `explain` says of tiles, for a reader who does not know the tables: tile_reasons.txt.
-
-`python tests/cpu/call/test_tile_reasons.py` writes the file anew.
-"""
+"""What `explain` says of tiles: tile_reasons.txt, which this module writes anew when it is run."""
 
 from __future__ import annotations
 

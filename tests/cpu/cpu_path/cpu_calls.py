@@ -10,9 +10,8 @@ import torch
 from inputs import Inputs
 
 from flash_mask_cute.call.arguments import Tensors
-from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import fold_window
-from flash_mask_cute.cpu.call import CpuCall, CpuTiles
+from flash_mask_cute.cpu.call import CpuCall, CpuMasks, CpuTiles
 
 
 def cpu_call_of(inputs: Inputs, tiles: CpuTiles, **more: Any) -> CpuCall:
@@ -34,7 +33,7 @@ def cpu_call_of(inputs: Inputs, tiles: CpuTiles, **more: Any) -> CpuCall:
     masks |= {name: more.pop(name) for name in masks if name in more}
     call = CpuCall(
         Tensors.from_names(tensors),
-        ResolvedMasks(**masks),
+        CpuMasks(**masks),
         tiles,
         case.seqlen_q,
         case.seqlen_k,

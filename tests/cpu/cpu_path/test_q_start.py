@@ -44,8 +44,7 @@ def test_the_tiles_that_explain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_partial_blocks_are_read_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a position a kernel masks blocks that are listed as partial, with or without a
-    mask_mod, and explain counts them so."""
+    """A kernel masks listed partial blocks with or without a mask_mod; explain says so."""
     monkeypatch.setattr(explain_module, "_compiled_facts", lambda *_: ({}, {}))
     q = torch.empty(1, 256, 1, 128, dtype=torch.bfloat16)
     full = torch.full((1, 1, 2), 1, dtype=torch.int32), torch.zeros(1, 1, 2, 2, dtype=torch.int32)

@@ -73,8 +73,7 @@ def test_the_public_function(is_compiled: bool) -> None:
 
 
 def test_views_are_read_where_they_are() -> None:
-    """k and v with a stride of 0 over the batch, by a forward; a backward writes gradients of each
-    entry, and copies them."""
+    """A forward reads k and v of batch stride 0; a backward writes gradients and copies."""
     q = torch.randn(3, 40, 4, 64).bfloat16()
     k, v = (torch.randn(1, 50, 2, 64).bfloat16().expand(3, -1, -1, -1) for _ in "kv")
     plan = planned(forward_call(q, k, v), HOPPER)

@@ -58,6 +58,7 @@ def test_one_split_is_combined() -> None:
     assert narrow.splits is None and narrow.out_dtype == "bfloat16"
 
 
+@pytest.mark.usefixtures("explained_without_compiling")
 def test_explain_says_it() -> None:
     q = torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
     told = str(explain(q, q, q, causal=True, out=torch.zeros(1, 256, 2, 64), num_splits=1))

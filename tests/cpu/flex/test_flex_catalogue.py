@@ -45,6 +45,7 @@ def test_there_are_as_many_as_the_page_says() -> None:
     assert len(REFUSED) == 4
 
 
+@pytest.mark.shares(4)
 @named
 def test_lowered_values_are_those_of_torch(row: CatalogueMod) -> None:
     made = row.make(GRID)
@@ -147,6 +148,7 @@ def check_against(
         assert_close(name, torch.zeros_like(right) if gradient is None else gradient, right)
 
 
+@pytest.mark.shares(4)
 @named
 def test_attention_and_gradients(row: CatalogueMod) -> None:
     given = {row.kind.removesuffix("_mod"): row}
@@ -238,6 +240,7 @@ MASK_EXTENTS = (
 )
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("seed", range(24))
 def test_masks_of_random_parts(seed: int) -> None:
     check_mask(seed)

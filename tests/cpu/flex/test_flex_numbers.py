@@ -1,7 +1,4 @@
-"""Numbers in masks: bounds of queries and keys of every kind, against each score by torch itself.
-
-FLASH_MASK_NUMBERS_SEED is the first seed of the drawn masks, FLASH_MASK_NUMBERS_DRAWS their number.
-"""
+"""Numbers in masks: bounds of queries and keys of every kind, against each score by torch."""
 
 from __future__ import annotations
 
@@ -142,7 +139,7 @@ def draw(seed: int) -> Drawn:
         return drawn
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + DRAWS, IN_TEST))
 def test_drawn_masks(first: int) -> None:
     for seed in range(first, first + IN_TEST):

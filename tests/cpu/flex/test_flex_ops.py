@@ -126,6 +126,7 @@ CLOSE: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", [*EXACT, *CLOSE])
 def test_an_operator_has_torchs_value(name: str) -> None:
     mod = {**EXACT, **CLOSE}[name]
@@ -152,6 +153,7 @@ LIBRARY: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("how", LIBRARY)
 @pytest.mark.parametrize("edges", EDGES)
 def test_bins_are_those_of_torch(edges: str, how: str) -> None:

@@ -92,21 +92,15 @@ UNCOUNTED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 WAYS = COUNTED | UNCOUNTED
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store: Path = tmp_path_factory.mktemp("gloo") / "store"
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More of them wait for each other longer than these small calls take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -415,7 +409,7 @@ def _wrong(call: Callable[..., Tensor], dense: tuple[Mod | None, Mod | None], x:
     return "" if off < 1e-5 else f"off by {off:.3g}"
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_histories(chunk: int) -> None:
     print(f"FLASH_MASK_STALE_SEED={SEED} FLASH_MASK_STALE_DRAWS={DRAWS}")

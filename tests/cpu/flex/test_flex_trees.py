@@ -1,8 +1,4 @@
-"""Random programs of torch operators, lowered: their values are torch's.
-
-FLASH_MASK_FLEX_SEED is the first seed of a test run, FLASH_MASK_FLEX_MODS how many mods of
-several programs there are.
-"""
+"""Random programs of torch operators, lowered: their values are torch's."""
 
 from __future__ import annotations
 

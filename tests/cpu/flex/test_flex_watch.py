@@ -309,6 +309,7 @@ WARM: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("has_graph", [False, True])
 @pytest.mark.parametrize("name", WARM)

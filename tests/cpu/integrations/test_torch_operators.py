@@ -67,8 +67,7 @@ LAYOUTS = contiguous, transposed, sliced, expanded
 def test_the_operators_of_sdpa(
     layout: Callable[..., Tensor], causal: bool, lengths: tuple[int, int]
 ) -> None:
-    """is_causal of the operator is aligned bottom-right, as in torch's kernel for CUDA. Results
-    have the strides that torch's meta functions promise to compiled code."""
+    """is_causal is bottom-right as in torch's kernel; strides are the meta functions'."""
     q, k, v = (layout(2, n, s, 16) for n, s in ((4, lengths[0]), (2, lengths[1]), (2, lengths[1])))
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     assert leaves[0].stride() == q.stride()

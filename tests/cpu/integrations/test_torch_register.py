@@ -134,6 +134,16 @@ def test_a_torch_without_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         register()
 
 
+@needs_registry
+def test_arguments_are_bound_by_the_names_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key = torch.randn(2, 1, 5, 2, 8)
+    more = None, None, 5, 5, 0.0, True, False
+    expected = aten_flash._ours_or_kept(FORWARD, None)(query, key, key, *more)[0]
+    monkeypatch.setattr(aten_flash, "_operator", changed(FORWARD, lambda x: [x[1], x[0], *x[2:]]))
+    found = aten_flash._ours_or_kept(FORWARD, None)(key, query, key, *more)[0]
+    assert torch.equal(found, expected)
+
+
 def test_the_package_imports_no_door() -> None:
     program = (
         "import sys, flash_mask_cute, flash_mask_cute.functional, flash_mask_cute.flex;"

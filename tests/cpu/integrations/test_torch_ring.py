@@ -66,8 +66,7 @@ def compare(rank: int, causal: bool, is_balanced: bool) -> None:
 
 
 def compare_public(rank: int) -> None:
-    """By `context_parallel` of torch, which has no ring for what torch calls on the CPU: what its
-    function calls on a GPU takes its place."""
+    """By torch's `context_parallel`, which on the CPU calls what it calls on a GPU here."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     operator = torch.ops.aten._scaled_dot_product_flash_attention
@@ -118,5 +117,6 @@ def run_rank(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.shares(3)
 def test_torchs_ring(tmp_path: Path) -> None:
     mp.spawn(run_rank, (str(tmp_path / "store"),), WORLD)

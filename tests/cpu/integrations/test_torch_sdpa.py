@@ -112,6 +112,7 @@ def test_masks_of_bools(shape: tuple[int, ...]) -> None:
     compare(tensors_of(CROSS), {"attn_mask": mask}, mask)
 
 
+@pytest.mark.shares(3)
 @by_mask
 def test_masks_that_are_added(shape: tuple[int, ...]) -> None:
     compare(tensors_of(CROSS), {"attn_mask": torch.randn(shape, requires_grad=True)})

@@ -42,6 +42,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.shares(6)
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
 def test_what_is_said(tmp_path: Path, workers: tuple[str, ...]) -> None:
     done = run(tmp_path, "--failed", str(tmp_path / "failed.txt"), *workers)

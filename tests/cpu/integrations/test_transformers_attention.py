@@ -227,6 +227,7 @@ def masks() -> dict[str, tuple[Any, Tensor | None]]:
     return made
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("kind", ["none", "bools", "window", "columns", "mask_mod"])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_bias_softcap_and_sinks(kind: str, packed: bool) -> None:

@@ -1,8 +1,4 @@
-"""Several queries into a cache that has keys: second turns, prefill in chunks, checks of drafts.
-
-A static cache counts its keys in a tensor, which each layer moves in place after the masks are
-made. A mask keeps the count that it was made with.
-"""
+"""Several queries into a cache that has keys: second turns, chunks, checks of drafts."""
 
 from __future__ import annotations
 
@@ -72,8 +68,7 @@ PADDINGS = {"": torch.ones_like(IDS), "left": (torch.arange(SEQ) >= torch.tensor
 def logits_of(
     model: Any, make: Callable[[Any], Any], steps: Any, padding: str, **call: Any
 ) -> Tensor:
-    """Of all tokens that are no padding, (tokens, vocabulary); of the last of each step with
-    logits_to_keep=1."""
+    """(tokens, vocabulary) without padding; of the last of each step with logits_to_keep=1."""
     cache, first, found, is_real = make(model), 0, [], PADDINGS[padding]
     with torch.no_grad():
         for count, back in steps:
@@ -99,7 +94,7 @@ CASES = [
 ]
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("last", [False, True], ids=["all rows", "last row"])
 @pytest.mark.parametrize(("name", "cache", "steps"), CASES)

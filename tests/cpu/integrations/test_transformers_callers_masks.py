@@ -1,5 +1,4 @@
-"""Masks of `builders` in models of transformers, and the warning for documents that no mask
-separates."""
+"""Masks of `builders` in transformers; the warning for documents that no mask separates."""
 
 from __future__ import annotations
 

@@ -555,6 +555,7 @@ def test_last_layers_of_gemma4_for_the_last_row() -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_compiled_decoding_in_a_static_cache(name: str) -> None:
     """One graph serves all steps, as `generate` compiles it: masks are made before."""
@@ -582,6 +583,7 @@ def test_compiled_decoding_in_a_static_cache(name: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "inside"])
 def test_a_compiled_training_step(name: str, before: bool) -> None:

@@ -192,11 +192,7 @@ COMPILED = {
 
 
 def compiled_error(pair: Pair, call: dict[str, Any], mask: Any = None, wanted: Any = None) -> float:
-    """Of a model compiled as one graph, which serves a second batch of these sizes, too.
-
-    mask: makes a mask for a batch. wanted: what is right, of a pair and the ids; by default what
-    eager gives.
-    """
+    """Of a model compiled as one graph, for two batches. mask: for a batch. wanted: of a pair."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(pair.ours, backend="aot_eager", fullgraph=True)

@@ -1,8 +1,4 @@
-"""Layers that are wider than the kernels: refused, or computed by sdpa as a caller asks.
-
-The CPU path computes every width, so these tests set the widest head of kernels to 16, also on the
-CPU. Gemma-4 with a global layer of 32 columns then has one wide layer of two.
-"""
+"""Layers wider than kernels (here 16 columns), refused or computed by sdpa as a caller asks."""
 
 from __future__ import annotations
 

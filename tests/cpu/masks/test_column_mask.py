@@ -236,13 +236,13 @@ def count_computations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]
     from flash_mask_cute.masks import column_mask
 
     computed: list[tuple[int, bool]] = []
-    original = column_mask.bounds_by_torch
+    original = column_mask.fill_bounds
 
-    def counted(indices: Tensor, tile_n: int, cu_seqlens_k: Any, num_blocks: int) -> Tensor:
+    def counted(indices: Tensor, bounds: Tensor, tile_n: int, cu_seqlens_k: Any) -> None:
         computed.append((tile_n, cu_seqlens_k is not None))
-        return original(indices, tile_n, cu_seqlens_k, num_blocks)
+        original(indices, bounds, tile_n, cu_seqlens_k)
 
-    monkeypatch.setattr(column_mask, "bounds_by_torch", counted)
+    monkeypatch.setattr(column_mask, "fill_bounds", counted)
     return computed
 
 

@@ -53,7 +53,7 @@ def test_every_form_says_the_same(argument: Any) -> None:
     """The operator's arguments give the same type back, and the type gives the argument back."""
     q_starts, start = split_q_start(argument)
     assert (q_starts is argument) == (start.kind == EACH or argument is None)
-    assert QStart.from_operator(start.encoded(), q_starts) == start
+    assert QStart.from_operator(start.operand(), q_starts) == start
     assert start.argument(q_starts) is argument
     assert start.is_given == (argument is not None)
     lengths = SeqlenInfoQK.create(1, 3, 7)

@@ -1,8 +1,4 @@
-"""`builders.from_mask_mod` against torch's dense mask: `vmap` of the mask_mod.
-
-Masks are written as models write them: functions of four indices, joined by and and or, whose
-indices are shifted or looked up in a table of positions before.
-"""
+"""`builders.from_mask_mod` against torch's dense mask, of mask_mods as models write them."""
 
 from __future__ import annotations
 

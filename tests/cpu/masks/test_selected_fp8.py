@@ -1,5 +1,4 @@
-"""A selection of key blocks for each query over a cache in fp8, in rows or in pages, against
-float64 over the numbers that the codes stand for."""
+"""Selections over fp8 caches, in rows or pages, against float64 over what the codes stand for."""
 
 from __future__ import annotations
 

@@ -309,8 +309,7 @@ def test_sums_within_rectangles() -> None:
 
 
 def test_who_sums_within_rectangles() -> None:
-    """Mask warps have dS, and no gradients of what a soft cap takes; some differences have room in
-    mask warps alone."""
+    """Mask warps have dS, without gradients behind a soft cap; some have room there alone."""
     assert summed_in(rows_of_grid(30), softcap=20.0) == [(256, "lines")]
     assert summed_in(in_window(180, 0), n=32760, d=128) == [(512, "masks")]
     assert summed_in(rows_of_grid(30), n=13000, d=128) == [(1024, "masks")]

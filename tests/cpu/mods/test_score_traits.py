@@ -133,6 +133,7 @@ def test_a_callable_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 2
 
 
+@pytest.mark.usefixtures("explained_without_compiling")
 @pytest.mark.parametrize(
     ("arguments", "tiles"),
     [

@@ -1,6 +1,4 @@
-"""Tables that a score_mod reads along the keys: which reads the forward loads many keys at a time.
-
-Their results are in tests/sim/test_table_rows_sim.py, where single loads would give the same."""
+"""Which reads of tables along the keys the forward loads many keys at a time."""
 
 from __future__ import annotations
 

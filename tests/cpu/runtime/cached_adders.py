@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,11 @@ def get_adder(cache: CompileCache, build: Callable[[], Compiled], **change: Any)
         "options": OPTIONS,
     }
     arguments |= change
-    return cache.get(arguments.pop("name"), arguments.pop("key"), build, **arguments)
+    key = arguments.pop("key")
+    if not callable(key):
+        arguments.setdefault("token", json.dumps(key, sort_keys=True, default=str))
+    make_key = key if callable(key) else lambda: key
+    return cache.get(arguments.pop("name"), make_key, build, **arguments)
 
 
 def apply(compiled: Compiled) -> int:

@@ -168,8 +168,8 @@ CHILD = KERNEL + textwrap.dedent(
     x = np.zeros(3, dtype=np.int32)
     for directory in sys.argv[1], "/proc/nowhere":
         found = CompileCache(directory).get(
-            "adder", {"addend": 5}, lambda: Compiled(compile_adder(5), {}), arch="sm_90a",
-            options=OPTIONS,
+            "adder", lambda: {"addend": 5}, lambda: Compiled(compile_adder(5), {}), arch="sm_90a",
+            options=OPTIONS, token=5,
         )
         found.function(x, 3)
     sys.exit(int(x[0]) != 10)

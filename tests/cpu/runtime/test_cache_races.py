@@ -163,7 +163,7 @@ CHILD = KERNEL + textwrap.dedent(
     while len(list(folder.glob("ready-*"))) < wanted:
         time.sleep(0.005)
     found = CompileCache(folder / "cache").get(
-        "adder", {"addend": 5}, build, arch="sm_90a", options=OPTIONS
+        "adder", lambda: {"addend": 5}, build, arch="sm_90a", options=OPTIONS, token=5
     )
     x = np.zeros(3, dtype=np.int32)
     found.function(x, 3)

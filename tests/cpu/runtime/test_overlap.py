@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_mask_cute.runtime import overlap
-from flash_mask_cute.runtime.checks import check_apart, check_outputs_apart, check_own_memory
+from flash_mask_cute.runtime.checks import check_outputs_apart, check_own_memory
 from flash_mask_cute.runtime.overlap import (
     Layout,
     layout_repeats,
@@ -140,9 +140,9 @@ def test_elements_of_other_sizes() -> None:
 def test_what_is_said_of_an_overlap() -> None:
     buffer = torch.zeros(10, 6)
     taken = buffer[:, 2:5]
-    check_apart("out", taken, {"q": buffer[:, :2], "k": buffer[:, 5:], "v": None})
+    check_outputs_apart({"out": taken}, {"q": buffer[:, :2], "k": buffer[:, 5:], "v": None})
     with pytest.raises(ValueError, match=r"^out must not share memory with k, got bytes \d+ to"):
-        check_apart("out", taken, {"q": buffer[:, :2], "k": buffer[:, 4:]})
+        check_outputs_apart({"out": taken}, {"q": buffer[:, :2], "k": buffer[:, 4:]})
     with pytest.raises(ValueError, match="^out must not overlap itself .* got strides .2, 1."):
         check_own_memory("out", buffer.as_strided((5, 3), (2, 1)))
     check_own_memory("out", buffer.as_strided((5, 2), (2, 1)))
@@ -167,7 +167,7 @@ def test_what_is_too_hard_is_refused_with_that_reason(monkeypatch: pytest.Monkey
             check_own_memory("dq", hard)
         third = hard.as_strided((4, 4, 4), (31, 23, 17), 1)
         with pytest.raises(ValueError, match="^dq must not share memory with q, .* too hard to"):
-            check_apart("dq", hard, {"k": other, "q": third})
+            check_outputs_apart({"dq": hard}, {"k": other, "q": third})
     finally:
         for cached in (overlap.layouts_meet, overlap.layout_repeats):
             cached.cache_clear()

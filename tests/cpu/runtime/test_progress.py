@@ -90,8 +90,7 @@ def long_mod(b_idx, h_idx, q_idx, kv_idx, aux_tensors):
 
 
 def test_block_lists_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scan lets the watching thread run, and counts lists that are done; the result is that of
-    a scan that nobody watches."""
+    """The scan lets the watching thread run, and counts lists; an unwatched one gives the same."""
     terminal = open_terminal(monkeypatch)
     monkeypatch.setenv("FLASH_MASK_CUTE_CACHE_DIR", "off")
     monkeypatch.setattr(progress, "INTERVAL_S", 0.002)

@@ -136,8 +136,8 @@ CHILD = KERNEL + textwrap.dedent(
         path = Path(flash_mask_cute.__file__).parent / "limits.py"
         path.write_text(path.read_text() + "# an upgrade\\n")
     CompileCache(sys.argv[1]).get(
-        "adder", {"addend": 5}, lambda: Compiled(compile_adder(5), {}), arch="sm_90a",
-        options=OPTIONS,
+        "adder", lambda: {"addend": 5}, lambda: Compiled(compile_adder(5), {}), arch="sm_90a",
+        options=OPTIONS, token=5,
     )
     """
 )

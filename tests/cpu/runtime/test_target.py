@@ -54,6 +54,7 @@ def test_an_unknown_target_is_named() -> None:
         interface.explain(q, q, q, target="sm_80")
 
 
+@pytest.mark.shares(6)
 def test_explain_for_a_device_that_is_not_there() -> None:
     q = torch.zeros(1, 300, 2, 128, dtype=torch.bfloat16)
     explanation = interface.explain(q, q, q, causal=True, target="sm_100a")
@@ -74,3 +75,10 @@ def test_explain_for_a_device_that_is_not_there() -> None:
     # any head dimension runs, by rounding
     narrow = interface.explain(q[..., :72], q[..., :72], q[..., :72], target="sm_100a")
     assert narrow.kernel == "FlashAttentionForwardSm100" and narrow.spill_bytes == 0
+
+
+@pytest.mark.parametrize(("arch", "error"), [("sm_80", ValueError), (90, TypeError)])
+def test_an_unknown_target_names_those_that_exist(arch: object, error: type[Exception]) -> None:
+    q = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(error, match="target must be one of sm_90a, sm_100a, sm_103a, got"):
+        interface.explain(q, q, q, target=arch)

@@ -1,7 +1,4 @@
-"""Tensors that are no memory: subclasses, batches of vmap, tensors of a transform, negated views.
-
-A kernel would read what lies at their address, so each argument is asked for, in a warm call too.
-"""
+"""Tensors that are no memory, whose address no kernel may read: refused, in warm calls too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Random calls of `flash_attn_with_kvcache`, and what they should give, sequence by sequence.
-
-Rows of the cache that are not in use are NaN. Nothing here uses the package.
-"""
+"""Random calls of `flash_attn_with_kvcache`, and their results; unused rows of caches are NaN."""
 
 from __future__ import annotations
 

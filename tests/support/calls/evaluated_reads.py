@@ -33,8 +33,7 @@ MOST = 2000
 
 
 class EvaluatedTerm(NamedTuple):
-    """What `differentiate` gives for a read. number: of the tensor. coordinates: (scores, *EXTENTS,
-    rank). by_element: the derivatives, (scores, *EXTENTS)."""
+    """Of a read. coordinates: (scores, *EXTENTS, rank). by_element: (scores, *EXTENTS)."""
 
     number: int
     told: Factor
@@ -55,8 +54,7 @@ class EvaluatedDifference(NamedTuple):
 
 
 class EvaluatedReads(NamedTuple):
-    """told: by the analysis. values: modified scores; slopes: their derivatives by the score; both
-    (scores, *EXTENTS)."""
+    """told: by the analysis. values, slopes: modified scores, derivatives; (scores, *EXTENTS)."""
 
     told: ModReads
     values: Tensor

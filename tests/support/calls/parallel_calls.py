@@ -199,8 +199,7 @@ class Told(NamedTuple):
 
 
 def run_share(rank: int, rows: Sequence[Row], seeds: Sequence[int]) -> Told:
-    """These rows of the table, and draws of these seeds, in four processes and in groups of two,
-    which share them among them; and what else needs several processes."""
+    """Rows of the table and draws, by four processes and groups of two; what else needs several."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     soon = timedelta(seconds=2)
     of_failures = [dist.new_group([0, 1], timeout=soon) for _ in METHODS]

@@ -97,8 +97,7 @@ class PlacedCall:
         return self.mods["score_mod"].dense(scores, b, h, p, j, aux).to(scores.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) of tensors of float64, or of others as a torch user would write it; 0 and -inf
-        where nothing is seen, or not in use."""
+        """(out, lse) in float64 or as a torch user writes it; 0 and -inf of nothing."""
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = torch.full(q.shape[:-1], NEG_INF, dtype=torch.float64)
         for b, x in enumerate(self.sequences):

@@ -1,7 +1,8 @@
-"""Calls as the host bundles them, and their plans: no other module of tests makes either."""
+"""Calls as users make them and as the host bundles them, and their plans."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from cases import Case
 from inputs import Inputs, make_inputs
 from torch import Tensor
 
+from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.mask_bits import Limits
@@ -36,6 +38,20 @@ def call_of(
     out = inputs.q.new_zeros((*inputs.q.shape[:-1], inputs.v.shape[-1]))
     lse = torch.zeros(out.shape[:-1], device=out.device).mT
     return backward_call(*qkv, out, out.clone(), lse, **(inputs.bwd_keywords | more))
+
+
+def attend_of(inputs: Inputs) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The public function of q, k and v, with the other arguments of the inputs: out and lse."""
+    given = inputs.keywords | {"return_lse": True}
+    given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
+    if "block_sparse_tensors_torch" in given:
+        given["block_sparse_tensors"] = given.pop("block_sparse_tensors_torch")
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    function: Callable[..., Any] = flash_attn_varlen_func
+    if all(given.get(name) is None for name in names):
+        given = {name: x for name, x in given.items() if name not in names}
+        function = flash_attn_func
+    return lambda q, k, v: function(q, k, v, **given)
 
 
 def planned(

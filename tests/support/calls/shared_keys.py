@@ -1,5 +1,4 @@
-"""Random calls in which several sequences of packed queries have the keys of one batch entry in
-common, and what they should give (`placed_attention.py`): gradients of the keys are sums."""
+"""Random calls whose sequences have the keys of an entry in common (`placed_attention.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Drawn calls of the Blackwell kernels: the rows of bench/results/blackwell_cases.txt.
-
-Family A has tiles of 64, 96 and 128 columns, family B wider heads.
-"""
+"""Drawn calls of Blackwell: family A of 64, 96 and 128 columns, family B of wider heads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The arguments of one call for a case, and what the oracle says of it.
-
-Layouts and keywords are those of `flash_mask_cute.interface._flash_attn_fwd`.
-"""
+"""The arguments of one call of `_flash_attn_fwd` for a case, and what the oracle says of it."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ GARBAGE = 3000.0
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of one call, `_flash_attn_fwd(x.q, x.k, x.v, **x.keywords)`, and the oracle's
-    results for it, computed when first asked for."""
+    """Of `_flash_attn_fwd(x.q, x.k, x.v, **x.keywords)`, and the oracle's results for it."""
 
     case: Case
     q: Tensor
@@ -76,10 +72,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
-    """Normal q, k, v, the same on every device, and the keywords of the public call.
-
-    Rows past seqused hold GARBAGE.
-    """
+    """Normal q, k, v, the same on every device, and keywords; rows past seqused hold GARBAGE."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -1,7 +1,4 @@
-"""A grid of calls that plans are compared over: options in pairs, by shapes and directions.
-
-No tensor is written to, so that long caches take no memory. Plans read metadata alone.
-"""
+"""A grid of calls that plans are compared over: options in pairs, by shapes; metadata alone."""
 
 from __future__ import annotations
 

@@ -86,11 +86,7 @@ def _draw_case(
     features: list[str],
     table: dict[str, Callable[[random.Random], dict[str, Any]]],
 ) -> Case:
-    """The problem that has the given features of a table.
-
-    bf16 goes with d = 128 and fp16 with d = 64, so that a list of such cases does not ask for more
-    kernels than its features need.
-    """
+    """With features of a table; bf16 goes with d = 128 and fp16 with d = 64, to share kernels."""
     head_dim, dtype = rng.choice(((128, BF16), (64, FP16)))
     fields: dict[str, Any] = {"batch": FUZZ_BATCH, "head_dim": head_dim, "dtype": dtype}
     fields.update(seqlen_q=rng.choice(FUZZ_LENGTHS), seqlen_k=rng.choice(FUZZ_LENGTHS))

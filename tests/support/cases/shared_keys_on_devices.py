@@ -1,7 +1,4 @@
-"""Several sequences of queries with the keys of one batch entry in common, on every device.
-
-A few calls on the software GPU; FLASH_MASK_SIM_SEED=N draws others there.
-"""
+"""Several sequences of queries over the keys of one batch entry, on every device."""
 
 from __future__ import annotations
 

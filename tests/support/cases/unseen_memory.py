@@ -119,8 +119,7 @@ def with_unused_gradients(inputs: Inputs, value: float) -> Hostile:
 
 
 def with_empty(inputs: Inputs, value: float) -> Hostile:
-    """`with_unused_gradients`, and `value` also in all rows of dout that see nothing and in some of
-    q; and of dlse, where LSE is -inf. A score_mod is given no NaN."""
+    """Also `value` in dout, dlse and some q of rows that see nothing; a score_mod has no NaN."""
     hostile = with_unused_gradients(inputs, value)
     empty = empty_rows(inputs)
     in_use = inputs.rows_in_use("q")

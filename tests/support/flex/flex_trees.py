@@ -234,8 +234,7 @@ class _Writer:
         return self.keep("integer", self.rng.choice(texts).format(x, by))
 
     def narrow(self, depth: int) -> str:
-        """For a comparison with a vector of int32, which takes the other side for an int32; `vmap`
-        does not."""
+        """For a comparison with a vector of int32, whose other side becomes int32."""
         x = self.integer(depth)
         return self.keep("integer", f"{x}.int()") if self.dtype(x) == torch.int64 else x
 

@@ -1,8 +1,4 @@
-"""Callables that read aux tensors of every integer dtype and of bool, and what they mean in torch.
-
-As in `oracle`, nothing here uses the package, and the CuTe texts import the compiler when they are
-traced. The last aux tensor is trained.
-"""
+"""Callables that read aux tensors of integers and bool, and what they mean in torch."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from flash_mask_cute import SelectedBlocks
 
 
 class Drawn(NamedTuple):
-    """A call with a selection: operands in float64, keywords of the public functions, and which
-    keys each query of each sequence sees, bool (heads_q, queries, keys)."""
+    """A call with a selection: float64 operands, keywords, visible (heads_q, queries, keys)."""
 
     q: Tensor
     k: Tensor
@@ -129,8 +128,7 @@ def draw(
 
 
 def regroup(drawn: Drawn, group: int, head_dim: int, block: int = 128, k: int = 3) -> Drawn:
-    """The same sequences with groups of so many heads, without a sink, and with a selection of
-    blocks of other sizes by KV head or for all."""
+    """With groups of so many heads, without a sink, and with a selection of other blocks."""
     gen = torch.Generator().manual_seed(group + drawn.q.shape[-3])
     heads_kv = drawn.k.shape[-2]
     shape = drawn.selected.indices.shape

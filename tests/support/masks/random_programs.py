@@ -236,8 +236,7 @@ _COMPARISONS = ("less", "at_most_as", "equal", "unequal")
 
 
 class Index(NamedTuple):
-    """The node of an index, and how it is brought inside: "plain", if it is a place, "clamp",
-    "rest" or "bits"; or "negative" to the numbers that torch counts from the end."""
+    """The node, and how it is brought inside: plain, clamp, rest, bits; negative: from the end."""
 
     node: int
     inside: str

@@ -70,8 +70,7 @@ def _gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
 
 
 def _two_of_key(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    """Two reads of a tensor, of neighbouring keys in reversed order; and one of a head's tensor,
-    whose derivative is infinite where the key is the query's."""
+    """Neighbouring keys, reversed; a head's tensor, of infinite derivative at key == query."""
     from cutlass import Float32
 
     near = 1.0 / abs(q - k).to(Float32)
@@ -98,8 +97,7 @@ def _far_query_gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any
 
 
 def _buckets(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    """Two reads by distance, one of them times a number, the other times a function of scores'
-    places; and one of another tensor by key."""
+    """Two reads by distance, times a number and a function of places; another by key."""
     import cutlass
     import cutlass.cute as cute
     from cutlass import Float32, Int32

@@ -1,7 +1,4 @@
-"""What a FlexAttention mod means, by torch alone: dense masks and scores, and attention in float64.
-
-Nothing here uses the package.
-"""
+"""What a FlexAttention mod means, by torch alone: dense masks, scores, attention in float64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gradients in float64, and the error bound that every test of a backward uses.
-
-As in `oracle`, nothing here uses the package.
-"""
+"""Gradients in float64, and the error bound of every test of a backward, without the package."""
 
 from __future__ import annotations
 

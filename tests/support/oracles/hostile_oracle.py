@@ -1,7 +1,4 @@
-"""What a hostile call should give, by the oracle of all tests, and how close it has to be.
-
-Visible pairs come from `HostileCall.visible`.
-"""
+"""What a hostile call should give, of the pairs that it says are visible, and how close."""
 
 from __future__ import annotations
 

@@ -92,11 +92,7 @@ def reference_attention(
 def eager_same_dtype(
     q: Tensor, k: Tensor, v: Tensor, dense: Dense | None = None, **keywords: Any
 ) -> tuple[Tensor, Tensor]:
-    """What a torch user would write, whose error is the unit of the bound: both matmuls in the
-    dtype of the inputs, score_mod and softmax in float32 (float64 for float64 inputs).
-
-    Returns like `reference_attention`, but out in the dtype of the inputs.
-    """
+    """As a torch user writes it: matmuls in the inputs' dtype, the rest in float32 or float64."""
     return _attend_each_sequence(eager_sequence, q.dtype, q, k, v, dense, **keywords)
 
 

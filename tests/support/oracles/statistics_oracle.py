@@ -1,8 +1,4 @@
-"""Statistics of P from the whole matrix in float64, and drawn calls of them.
-
-P is made head by head from the definition of each mask (`oracle.py`); nothing here uses the
-package.
-"""
+"""Statistics of P from the whole matrix in float64, and drawn calls of them."""
 
 from __future__ import annotations
 

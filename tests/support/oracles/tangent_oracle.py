@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from inputs import Inputs
@@ -11,8 +11,6 @@ from oracle import eager_same_dtype, reference_attention
 from tolerances import assert_as_good
 from torch import Tensor
 from torch.autograd import forward_ad
-
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
 
 
 class Pair(NamedTuple):
@@ -41,20 +39,6 @@ def dual_results(
         primals = Pair(*(x.primal.clone() for x in found))
         given = (torch.zeros_like(x.primal) if x.tangent is None else x.tangent for x in found)
         return primals, Pair(*(x.clone() for x in given))
-
-
-def attend_of(inputs: Inputs) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The public function of q, k and v, with the other arguments of the inputs: out and lse."""
-    given = inputs.keywords | {"return_lse": True}
-    given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
-    if "block_sparse_tensors_torch" in given:
-        given["block_sparse_tensors"] = given.pop("block_sparse_tensors_torch")
-    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    function: Callable[..., Any] = flash_attn_varlen_func
-    if all(given.get(name) is None for name in names):
-        given = {name: x for name, x in given.items() if name not in names}
-        function = flash_attn_func
-    return lambda q, k, v: function(q, k, v, **given)
 
 
 def reference_tangents(inputs: Inputs, tangents: tuple) -> Pair:

@@ -41,8 +41,7 @@ def dense_attention(
 def band(
     seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, at_end: bool = True
 ) -> Tensor:
-    """(L, S): keys from left before to right behind the key of a query; a negative side is open.
-    at_end: the last query is at the last key, otherwise the first one at the first."""
+    """(L, S): keys from left before to right behind a query's own; at_end: the last ones meet."""
     shift = seqlen_k - seqlen_q if at_end else 0
     rows, columns = torch.arange(seqlen_q)[:, None] + shift, torch.arange(seqlen_k)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)

@@ -1,31 +1,32 @@
-"""Static facts of listed queries in the Hopper backward (`flash_bwd_tokens`), and limits."""
-
-from typing import Any
+"""Static facts of what comes with a query block of the Hopper backward beside its rows."""
 
 from flash_mask_cute.core.cta import WALK_STAGES
 from flash_mask_cute.core.query_loads import QUERY_WORDS
+from flash_mask_cute.core.row_blocks import stats_words
 from flash_mask_cute.core.walk_ring import CHUNK
-from flash_mask_cute.sm90.wgmma import ROWS_PER_WARPGROUP
-
-# rows of a query, which are a box: the heads of its group, and perhaps padding
-TOKEN_HEADS = (2, 4, 8, 16, 32, 64)
-MAX_TOKEN_DIM = 128
 
 
-class ListedQueryTraits:
-    """The part of `BwdTraits` that concerns listed queries."""
+class QueryBlockTraits:
+    """The part of `BwdTraits` that concerns statistics of queries, and listed queries."""
 
     tile_m: int
     packed_heads: int
     has_reference: bool
+    has_marks: bool
+
+    @property
+    def num_stats(self) -> int:
+        """Statistics of a query: LSE, delta, and the reference of its scores, if they have one."""
+        return 2 + self.has_reference
 
     @property
     def stats_words(self) -> int:
-        raise NotImplementedError
+        """Statistics of a query block, and marks of its rows."""
+        return stats_words(self.tile_m, self.num_stats, self.has_marks, self.packed_heads)
 
     @property
     def bytes_stats(self) -> int:
-        raise NotImplementedError
+        return self.stats_words * 4
 
     @property
     def by_query_lists(self) -> bool:
@@ -61,18 +62,3 @@ class ListedQueryTraits:
     def bytes_tokens(self) -> int:
         """Bytes of the queries of a walk's blocks, if they are listed."""
         return self.tokens_per_block * CHUNK * WALK_STAGES * 4 if self.by_query_lists else 0
-
-
-def why_not_by_query_lists(traits: Any) -> str | None:
-    """The reason why a kernel with these `BwdTraits` cannot take listed queries, or None."""
-    if traits.packed_heads not in TOKEN_HEADS:
-        return f"listed queries have {TOKEN_HEADS} rows, got {traits.packed_heads}"
-    if traits.group_size > traits.packed_heads:
-        return f"listed queries have {traits.packed_heads} rows, got group_size={traits.group_size}"
-    columns, dims = traits.columns, (traits.head_dim, traits.head_dim_v)
-    num_parts = max(map(len, (columns.dk, columns.dv, columns.parts_dq)))
-    is_wide = max(dims) > MAX_TOKEN_DIM or num_parts > 1
-    if traits.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.alternating:
-        given = f"head dimensions {dims[0]}/{dims[1]}, tile_m={traits.tile_m}"
-        return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {given}"
-    return None
