@@ -294,9 +294,9 @@ def _scaled_by(number: Node) -> list[Node]:
     """Integers that are divided or multiplied by a number, or by one that is made of it."""
     found = []
     for user in number.users:
-        made: Any = user.meta.get("val")
-        if made is not None and not isinstance(made, Tensor):
-            found += _scaled_by(user)
+        made = user.meta.get("val")
+        if not isinstance(made, Tensor):
+            found += [] if made is None else _scaled_by(user)
         elif name_of_node(user) in _SCALING and not made.dtype.is_floating_point:
             found.append(user)
     return found
