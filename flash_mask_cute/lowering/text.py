@@ -6,6 +6,7 @@ them before the call; or they depend on the score or its place, and become lines
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -358,11 +359,12 @@ class _Writer:
                 returned = self._result(node.args[0])
             else:
                 self._node(node)
+        lines = _with_factors_joined(self._lines)
         kind = "score_mod" if self.is_score else "mask_mod"
-        source, reads = self._function(kind, returned)
+        source, reads = self._function(kind, lines, returned)
         prefix = "" if self.is_score else self._prefix()
         if prefix:
-            text, read = self._function("prefix_mod", prefix)
+            text, read = self._function("prefix_mod", lines, prefix)
             # of a constant mask, sources are not read
             source += "\n" + text if set(read) <= set(reads) else ""
         sources = self._sources if self.read is None else [self._sources[i] for i in self.read]
@@ -380,11 +382,11 @@ class _Writer:
                 found.append(value.elements[0].text)
         return " | ".join(found)
 
-    def _function(self, name: str, returned: str) -> tuple[str, list[Read]]:
+    def _function(self, name: str, lines: Sequence[_Line], returned: str) -> tuple[str, list[Read]]:
         """The text of a function that returns an expression, and what it reads."""
         needed = set(_WORD.findall(returned))
         kept, reads = [], []
-        for line in reversed(self._lines):
+        for line in reversed(lines):
             if line.name in needed:
                 needed.update(_WORD.findall(line.expression))
                 kept.append(f"{line.name} = {line.expression}")
@@ -403,7 +405,41 @@ class _Writer:
         return NotLowerable(f"{self.mod_name}: aten.{name_of_node(node)}{line_of(node)} {what}")
 
 
+# of floating point: constants of integers have no point and no exponent
+_NUMBER = r"-?\d+(?:\.\d+|(?:\.\d+)?e-\d+)"
+_FACTOR = re.compile(rf"(\w+|Float32\(\w+\)) \* ({_NUMBER})$")
 _CALLS = re.compile(r"[A-Za-z_][\w.]*\(")
+
+
+def _with_factors_joined(lines: Sequence[_Line]) -> list[_Line]:
+    """Merge factors of products of floating point, without changing any bits.
+
+    Two factors become one if one of them is a power of two. A negated product becomes a product by
+    the negated number. Products of integers stay: a float factor would make floats of them.
+    """
+    known: dict[str, tuple[str, float]] = {}
+    joined = []
+    for line in lines:
+        name, expression, _ = line
+        found = _FACTOR.match(expression)
+        before = known.get(expression[1:]) if expression.startswith("-") else None
+        if before is not None:
+            expression = f"{before[0]} * {-before[1]!r}"
+            known[name] = before[0], -before[1]
+        elif found is not None:
+            value, number = found[1], float(found[2])
+            inner = known.get(value)
+            is_exact = inner is not None and any(map(_is_power_of_two, (inner[1], number)))
+            if inner is not None and is_exact and 1e-30 < abs(inner[1] * number) < 1e30:
+                value, number = inner[0], inner[1] * number
+                expression = f"{value} * {number!r}"
+            known[name] = value, number
+        joined.append(line._replace(expression=expression))
+    return joined
+
+
+def _is_power_of_two(value: float) -> bool:
+    return abs(math.frexp(value)[0]) == 0.5 and 1e-6 < abs(value) < 1e6
 
 
 def _takes_rows(expressions: Sequence[str]) -> bool:

@@ -43,7 +43,7 @@ def test_what_is_divided_by_a_number() -> None:
 
 
 def test_products_of_integers_are_integers() -> None:
-    """Floats would round, and not wrap."""
+    """Also those of several factors, and their negatives: floats would round, and not wrap."""
     places = torch.arange(300, dtype=torch.int32)
     mods: list[Callable[..., Tensor]] = [
         lambda b, h, q, k: (q * 7919 * 4096 + k * 40503) % 100 < 10,
@@ -56,6 +56,7 @@ def test_products_of_integers_are_integers() -> None:
         wanted = mod(torch.tensor(0), torch.tensor(0), places[:, None], places)
         assert torch.equal(found, wanted), mod_source(mod)
         assert not re.search(r"[qk] \* -?\d+\.", mod_source(mod))
+    assert "s * -0.6\n" in mod_source(lambda s, b, h, q, k: -(s * 0.3 * 2))
 
 
 def test_functions_of_one_instruction() -> None:
