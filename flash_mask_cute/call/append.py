@@ -1,4 +1,5 @@
-"""New keys and values appended to a cache: checked, and written by a kernel or by torch."""
+"""New keys and values appended to a cache: checked, and written by a kernel or by torch. Errors of
+checks are those of `check/validate.py`."""
 
 from __future__ import annotations
 
@@ -224,8 +225,7 @@ def _slots(x: Append) -> list[Slots]:
 
 
 def check_append(x: Append) -> None:
-    """Refuse new rows that do not fit into the cache, and arguments that do not fit the rows.
-    Raises TypeError, ValueError, NotImplementedError, naming argument and value."""
+    """Refuse new rows that do not fit into the cache, and arguments that do not fit the rows."""
     device = x.k_cache.device
     check_tensor("q", x.q)
     if x.cu_seqlens_k_new is not None:

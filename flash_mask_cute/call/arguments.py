@@ -304,17 +304,6 @@ class AttentionCall(NamedTuple):
         masks = masks_of(*Masks(**fields(Masks)))
         return AttentionCall(Tensors.from_names(given), masks, options, backward, direction)
 
-    def arguments(self) -> dict[str, Any]:
-        """All arguments of the host call but config, by name."""
-        masks, q_starts = self.masks or NO_MASKS, self.tensors.lengths.q_starts
-        given = self.tensors.by_name() | masks._asdict() | self.options._asdict()
-        given |= self.backward._asdict()
-        given["q_start"] = self.options.q_start.argument(q_starts)
-        causal_per_seq = self.tensors.optional.causal_per_seq
-        if causal_per_seq is not None:
-            given["causal"] = causal_per_seq
-        return {name: given[name] for name in keywords_of(self.direction) if name != "config"}
-
     @property
     def config(self) -> Any:
         """The `FwdConfig` or `BwdConfig` of the call's direction, or None."""

@@ -307,8 +307,7 @@ def build_shared_sums(
 
 
 class MakeSharedSums:
-    """Makes the sums of a plan, and all gradients of short sequences. function: of
-    `compile_shared_sums`."""
+    """Makes the sums of a plan, and all gradients of short sequences."""
 
     def __init__(self, shared: SharedSums, shapes: FwdShapes, function: Callable[..., Any]) -> None:
         self.shared, self._function = shared, function

@@ -1,7 +1,8 @@
 """Proofs that new rows can be written into a cache.
 
 Contents are read on CPUs only: a GPU would have to be waited for. There, contents that a proof
-would refuse give undefined results, but no fault (`kernels/append_kv.py`).
+would refuse give undefined results, but no fault (`kernels/append_kv.py`). Each raises ValueError,
+naming argument, value and sequences.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from flash_mask_cute.cpu.append import Slots
 
 
 def check_entries_once(entries: Sequence[int], seqlens_new: Sequence[int]) -> None:
-    """Refuse two sequences that write into one entry of the cache. entries: cache_batch_idx.
-    seqlens_new: new rows of each sequence. Raises ValueError, naming entry and sequences."""
+    """Refuse two sequences that write into one entry of the cache. entries: cache_batch_idx."""
     writers: dict[int, int] = {}
     for sequence, (entry, count) in enumerate(zip(entries, seqlens_new, strict=True)):
         if count and writers.setdefault(entry, sequence) != sequence:
@@ -24,8 +24,7 @@ def check_entries_once(entries: Sequence[int], seqlens_new: Sequence[int]) -> No
 
 
 def check_written_once(slots: Sequence[Slots]) -> None:
-    """Refuse a row of a page that two new rows are written into. slots: of each sequence. Raises
-    ValueError, naming the page, its row and the sequences."""
+    """Refuse a row of a page that two new rows are written into. slots: of each sequence."""
     writers: dict[tuple[int, int], int] = {}
     for sequence, (pages, rows) in enumerate(slots):
         for place in zip(pages.tolist(), rows.tolist(), strict=True):
@@ -42,7 +41,7 @@ def check_rotary_rows(rows: int, capacity: int | None, longest: int) -> None:
 
     rows: of the tables. capacity: rows of a sequence, if new keys are rotated by where they go;
     None: rotary_seqlens gives positions. longest: rows of k, or of q, where each has a position of
-    its own. Raises ValueError, naming the tables and both numbers."""
+    its own."""
     least, why = longest, "rows of a sequence in k or q"
     if capacity is not None and capacity >= longest:
         least, why = capacity, "rows that the cache has for a sequence"
@@ -55,7 +54,7 @@ def check_rotary_rows(rows: int, capacity: int | None, longest: int) -> None:
 
 def check_rotary_positions(rows: int, by: str, positions: Sequence[range]) -> None:
     """Refuse positions outside of the tables. rows: of the tables. by: the argument that gives the
-    first position of a sequence. Raises ValueError, naming argument, sequence and positions."""
+    first position of a sequence."""
     for sequence, x in enumerate(positions):
         if len(x) and (x.start < 0 or x.stop > rows):
             raise ValueError(

@@ -111,12 +111,10 @@ def _may_hold_documents(call: AttentionCall) -> bool:
     x, options, masks = call.tensors, call.options, call.masks
     if masks is None or options.q_start.shifts_square():
         return False
-    if options.seqlen_k_per_split is not None:
-        # keys are counted, and sums cut, from the start of a sequence and not of a document
-        return False
     others = (
         *x.lengths.of_sequences(),
-        *(options.max_seqlen_q, options.max_seqlen_k, *x.optional),
+        # sums are cut from the start of a sequence, and not of a document
+        *(options.seqlen_k_per_split, options.max_seqlen_q, options.max_seqlen_k, *x.optional),
         *(masks.score_mod, masks.mask_mod, masks.block_sparse_tensors_torch),
     )
     return holds_documents(x.q, x.k, x.v, masks.startend_row_indices, options.causal, others)
@@ -124,7 +122,7 @@ def _may_hold_documents(call: AttentionCall) -> bool:
 
 def can_pack(call: AttentionCall) -> bool:
     """Whether documents may be sequences: all tensors that a packed batch does not copy have
-    contiguous rows, and keys need not be counted from the start of a sequence."""
+    contiguous rows, and keys are not counted from the start of a sequence."""
     if call.options.seqlen_k_per_split is not None:
         return False
     x, of = call.tensors, call.tensors.gradients

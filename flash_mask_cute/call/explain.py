@@ -34,23 +34,20 @@ from flash_mask_cute.runtime.target import Target
 
 @dataclass(frozen=True)
 class Explanation:
-    """Description of a forward call. None stands for an unknown value; `note` says why.
+    """Description of a forward call. None stands for an unknown value; `note` says why. A text is
+    empty if a call does not use what it describes.
 
     where: the device that computes. kernel: the kernel that runs there or would run on `arch`.
     packed_heads: query heads that share a tile, 1 for none. grid: CTAs. masks: those beyond causal
-    and window, in words. work_tiles: query tiles over all heads (groups of packed heads) and
-    sequences. full_key_tiles, partial_key_tiles, empty_key_tiles: over all work tiles, the key
-    tiles that are visited without a mask, visited and masked, and skipped; `plot` counts the same
-    for a mask. If the documents of a mask are packed sequences, these are tiles of the dense call,
-    and tiles between documents are empty; `note` counts the tiles of the sequences. registers: per
-    thread at launch. copies: the tensors that each launch copies for the kernel, with reasons,
-    empty if there are none; the CPU path takes them as they are. splits: the splits of work tiles,
-    and their scratch memory, empty if there are none. pages: how the kernel copies keys from pages,
-    empty if there are none; the CPU path puts them side by side first. selection: what is made of
-    the blocks that each query chose, empty if there is no selection. tables: those of all
-    differences that a launch fills before attention, for reads of score_mod, empty if there are
-    none. backward: None if such a call has none. ptx, sass: code of the attention kernel, empty if
-    not asked for.
+    and window. work_tiles: query tiles over all heads (groups of packed heads) and sequences.
+    full_key_tiles, partial_key_tiles, empty_key_tiles: over all work tiles, the key tiles that are
+    visited without a mask, visited and masked, and skipped; `plot` counts the same for a mask. If
+    the documents of a mask are packed sequences, these are tiles of the dense call, and tiles
+    between documents are empty; `note` counts the tiles of the sequences. registers: per thread at
+    launch. copies: the tensors that each launch copies for the kernel, with reasons. splits: of
+    work tiles, with their scratch memory. pages: how the kernel copies keys from pages. tables:
+    those of all differences that a launch fills before attention, for reads of score_mod. ptx,
+    sass: code of the attention kernel, if asked for.
     """
 
     where: str

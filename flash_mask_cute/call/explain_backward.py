@@ -28,14 +28,13 @@ OF_ENTRIES = "a CTA keeps keys of a head and what is added to their scores, and 
 class BackwardExplanation:
     """Description of the backward of a forward call; nothing is compiled for it.
 
-    kernel: of the three and more that run, the one that computes dK, dV and the sums of dQ. tile_n:
-    keys of a CTA's work tile. cols, cols_v: columns of a tile of queries and keys, and of values:
-    those beyond the head dimensions are zeros that are multiplied all the same. group_splits: CTAs
-    that share the query heads of a group. smem_bytes: of a CTA. scratch_bytes: memory of the device
-    that a call takes until its end, besides the gradients; None where no kernel runs.
-    partial_sums_bytes: of these, for sums of dK and dV that CTAs of a group leave. aux_gradients:
-    of aux tensors, through score_mod. selection: the form in which it takes the blocks that each
-    query chose, empty if there is no selection.
+    kernel: the one that computes dK, dV and the sums of dQ. tile_n: keys of a CTA's work tile.
+    cols, cols_v: columns of a tile of queries and keys, and of values; those beyond the head
+    dimensions are zeros that are multiplied all the same. group_splits: CTAs that share the query
+    heads of a group. smem_bytes: of a CTA. scratch_bytes: memory of the device that a call takes
+    until its end, besides the gradients; None where no kernel runs. partial_sums_bytes: the part of
+    it for sums of dK and dV that CTAs of a group leave. aux_gradients: of aux tensors, through
+    score_mod. selection: the form in which it takes a selection of blocks.
     """
 
     kernel: str
@@ -52,7 +51,7 @@ class BackwardExplanation:
     selection: str = ""
 
     def lines(self) -> dict[str, str]:
-        """By what they are about."""
+        """The lines of `str(explanation)`, by their headings."""
         tiles = self.tiles
         scratch = "none" if self.scratch_bytes is None else f"{self.scratch_bytes} bytes"
         if self.partial_sums_bytes:

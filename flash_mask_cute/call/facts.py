@@ -60,8 +60,7 @@ class CallFacts:
 
     @staticmethod
     def of(call: AttentionCall, target: Target | None) -> CallFacts:
-        """Check a call, and read its facts. target: as for `plan`. Raises TypeError, ValueError,
-        NotImplementedError, naming argument and value."""
+        """Check a call, and read its facts. target: as for `plan`, whose errors it raises."""
         shapes, options, q = check_inputs(call), call.options, call.tensors.q
         masks = ResolvedMasks.of(call, shapes)
         sides = options.window_size_left, options.window_size_right

@@ -80,8 +80,7 @@ REDUCE_NAME = "reduce_splits"
 
 
 class ReduceFacts(NamedTuple):
-    """Facts that determine the code of the kernel that reduces fixed splits. dtype: of the output.
-    has_low: fixed splits have the rounding error of their LSE."""
+    """Facts that determine the code of the kernel that reduces fixed splits, as `CombineFacts`."""
 
     dtype: str
     head_dim_v: int

@@ -73,8 +73,8 @@ KERNEL_NAME = "dequantise"
 
 
 class DequantiseFacts(NamedTuple):
-    """Facts that determine the code of the conversion. dtype: of the results. scales: dimensions of
-    k_descale and v_descale."""
+    """Facts that determine the code of the conversion. dtype: of the results. scales: their
+    ranks."""
 
     dtype: str
     dims: tuple[int, int]

@@ -28,8 +28,8 @@ _MOST_PROVED = 1024
 
 
 class WithGivenOutputs:
-    """A prepared call that writes tensors of the caller. proved: addresses of calls with its key,
-    whose outputs share no memory with inputs, nor with each other."""
+    """A prepared call that writes tensors of the caller. proved: addresses of calls with its key
+    that were checked."""
 
     def __init__(self, prepared: PreparedFwd | PreparedBwd, direction: Direction) -> None:
         self.prepared = prepared
@@ -37,8 +37,8 @@ class WithGivenOutputs:
         self._direction = direction
 
     def proved_for(self, addresses: Any, call: AttentionCall) -> PreparedFwd | PreparedBwd:
-        """The prepared call. addresses: of the tensors of `call`. Raises ValueError: an element of
-        an output lies in memory of an input or of another output."""
+        """The prepared call. addresses: of the tensors of `call`. Raises ValueError: an output
+        overlaps an input or another output."""
         if addresses not in self.proved:
             check_outputs_apart(_outputs_of(call.tensors, self._direction), inputs_of(call))
             if len(self.proved) >= _MOST_PROVED:

@@ -35,8 +35,7 @@ from flash_mask_cute.runtime.target import Target
 
 
 def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFwd:
-    """The prepared forward. target: as for `plan`. Raises TypeError, ValueError,
-    NotImplementedError, naming argument and value."""
+    """The prepared forward. target: as for `plan`, whose errors it raises."""
     refuse_transforms()
     return prepared_fwd(plan(call, target))
 

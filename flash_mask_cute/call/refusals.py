@@ -13,8 +13,7 @@ from flash_mask_cute.runtime.checks import brief
 
 
 def check_on_any_device(facts: CallFacts, problem: AttentionProblem) -> None:
-    """Refuse calls that neither a kernel nor the CPU path computes, and head dimensions without a
-    kernel."""
+    """Refuse calls that neither a kernel nor the CPU path computes, and heads without a kernel."""
     if problem.deterministic and problem.wants_aux and facts.masks.score_mod is not None:
         unordered = why_unordered(facts.target, problem.shared_kv)
         if unordered is not None:

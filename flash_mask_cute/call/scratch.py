@@ -44,10 +44,9 @@ class BwdScratch(NamedTuple):
         rows = shapes.total_q if problem.varlen_q else shapes.seqlen_q
         blocks = shapes.heads_q, num_row_blocks(rows, shapes.batch, problem.varlen_q, tile_m)
         words = stats_words(tile_m, num_stats(problem), problem.may_empty_rows)
-        sink_parts = blocks if facts.sink_dtype else None
-        if plan.shared is not None and (short := plan.shared.short) is not None:
-            sums = (*blocks, tile_m * choice.tile_d) if short.several_keys else None
-            return BwdScratch((*blocks, words), sums, None, sink_parts, None, None)
+        short = None if plan.shared is None else plan.shared.short
+        adds_dq = not problem.is_wide if short is None else short.several_keys
+        has_turns = adds_dq and short is None and not choice.tiles.clears_dq
         parts_k = parts_v = None
         if choice.tiles.splits_group:
             keys = shapes.total_k if problem.varlen_k else shapes.seqlen_k
@@ -58,11 +57,9 @@ class BwdScratch(NamedTuple):
             parts_v = *parts, choice.tile_n * choice.tile_dv
         return BwdScratch(
             stats=(*blocks, words),
-            dq_sums=None if problem.is_wide else (*blocks, tile_m * choice.tile_d),
-            semaphores=None
-            if choice.tiles.clears_dq or problem.is_wide
-            else (blocks[0], blocks[1] * choice.ctas_of_tile),
-            sink_parts=sink_parts,
+            dq_sums=(*blocks, tile_m * choice.tile_d) if adds_dq else None,
+            semaphores=(blocks[0], blocks[1] * choice.ctas_of_tile) if has_turns else None,
+            sink_parts=blocks if facts.sink_dtype else None,
             dk_parts=parts_k,
             dv_parts=parts_v,
         )

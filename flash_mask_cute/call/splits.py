@@ -319,8 +319,7 @@ class CombinedForward:
 
 
 def check_combine(out_partial: Tensor, out_dtype: torch.dtype) -> None:
-    """Refuse partial results that the kernel cannot combine, which torch combines on the CPU.
-    Raises TypeError, NotImplementedError, naming argument and value."""
+    """Refuse partial results that the kernel cannot combine, which torch combines on the CPU."""
     for name, dtype in (("out_partial", out_partial.dtype), ("out_dtype", out_dtype)):
         if dtype == torch.float64:
             raise TypeError(f"{name} must be float32, bfloat16 or float16 on a GPU, got {dtype}")

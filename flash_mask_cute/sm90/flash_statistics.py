@@ -126,17 +126,19 @@ class AttentionStatisticsSm90(FlashAttentionForwardSm90):
             *(self.traits, self.score_mod, tiles, channels, scales, masks.aux_tensors), facts
         )
         of_rows = (cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(2))
-        blocks = RowStatistics(*vars(blocks).values(), epilogue, *of_rows, self.statistics)
+        acc_S = wgmma.make_accumulator(self.traits.tile_n)
+        blocks = RowStatistics(*vars(blocks).values(), epilogue, *of_rows, acc_S, self.statistics)
         tile, block, cut = Int32(0), Int32(0), Int32(0)
-        blocks.start_scheduler_barrier()
         while channels.ring.wait(tile):
             channels.q.wait(tile)
             blocks.begin(channels.ring.read(tile))
-            following = Int32(Kind.FULL)
-            while following != Kind.END:
-                flags, cut = blocks.visit(tile, block, cut)
-                following = flags & KIND_MASK
+            flags = blocks.issue(tile, block)
+            blocks.finish(block)
+            while flags & KIND_MASK != Kind.END:
+                flags, cut = blocks.visit(flags, tile, block, cut, has_next=True)
                 block += 1
+            _, cut = blocks.visit(flags, tile, block, cut, has_next=False)
+            block += 1
             channels.q.release(tile)
             blocks.end(channels.ring.read(tile))
             channels.ring.release(tile)
@@ -155,6 +157,7 @@ class RowStatistics(KeyBlocks):
     of: Epilogue
     bias: cute.Tensor
     entropy: cute.Tensor
+    acc_S: cute.Tensor
     block: cutlass.Constexpr[tuple[int, int, bool]]
 
     def _rows(self, work: Work) -> list[tuple[Int32, Int32, Int32]]:
@@ -174,19 +177,25 @@ class RowStatistics(KeyBlocks):
             self.bias[r] = lse * LOG2_E if const_expr(self.score_mod is None) else lse
             self.entropy[r] = Float32(0.0)
 
-    @cute.jit
-    def visit(self, tile: Int32, block: Int32, cut: Int32) -> tuple:
-        """Reduce P of a key block. Returns its flags, and the number of partial blocks so far."""
-        channels = self.channels
+    def issue(self, tile: Int32, block: Int32) -> Int32:
+        """Issue S of a key block. Returns its flags."""
         self.wait_for_keys(block)
-        flags = self._block_flags(block)
-        acc_S = wgmma.make_accumulator(self.traits.tile_n)
-        self.wait_scheduler_barrier()
-        self.issue_scores(acc_S, tile, block)
-        self.arrive_scheduler_barrier()
+        self.issue_scores(self.acc_S, tile, block)
+        return self._block_flags(block)
+
+    def finish(self, block: Int32) -> None:
         warpgroup.wait_group(0)
-        channels.k.release(block)
-        scores, work = wgmma.rows_by_cols(acc_S), channels.ring.read(tile)
+        self.channels.k.release(block)
+
+    @cute.jit
+    def visit(
+        self, flags: Int32, tile: Int32, block: Int32, cut: Int32,
+        has_next: cutlass.Constexpr[bool],
+    ) -> tuple:  # fmt: skip
+        """Reduce P of a key block, with S of the next one under the reduction. Returns the flags of
+        the next, and the number of partial blocks so far."""
+        channels, n_block = self.channels, flags >> N_BLOCK_SHIFT
+        scores, work = wgmma.rows_by_cols(self.acc_S), channels.ring.read(tile)
         if const_expr(self.score_mod is None):
             self._modify(None, None, scores)
         elif work.has_scores:
@@ -205,22 +214,26 @@ class RowStatistics(KeyBlocks):
                 hidden = fmax(hidden, Float32(LOWEST_SCORE))
             bit_tile.hide_unset(scores, bits, hidden)
             cut += 1
-        self._take_probabilities(scores)
-        n_block = flags >> N_BLOCK_SHIFT
-        self._store_blocks(scores, work, n_block)
+        probs = cute.make_rmem_tensor_like(scores)
+        self._take_probabilities(scores, probs)
+        if const_expr(has_next):
+            flags = self.issue(tile, block + 1)
+        self._store_blocks(probs, work, n_block)
         if const_expr(self.of.partials.key_sums is not None):
-            self._add_columns(scores, work, block, n_block)
+            self._add_columns(probs, work, block, n_block)
+        if const_expr(has_next):
+            self.finish(block + 1)
         return flags, cut
 
-    def _take_probabilities(self, scores: cute.Tensor) -> None:
-        """Replace scores (rows, cols) by probabilities, and add to the entropy of their rows."""
+    def _take_probabilities(self, scores: cute.Tensor, probs: cute.Tensor) -> None:
+        """Probabilities (rows, cols) of scores, and additions to the entropy of their rows."""
         for r in range(ROWS_PER_THREAD):
             sums = [Float32(0.0)] * CHAINS
             for c in range(cute.size(scores, mode=[1])):
                 exponent = self._exponent(scores[r, c], r)
                 p = cute.math.exp2(exponent, fastmath=True)
                 sums[c % CHAINS] = cute.math.fma(p, exponent, sums[c % CHAINS])
-                scores[r, c] = p
+                probs[r, c] = p
             if self.of.partials.entropy is not None:
                 self.entropy[r] = self.entropy[r] + _reduced(sums, operator.add)
 

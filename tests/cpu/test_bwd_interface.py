@@ -14,7 +14,7 @@ from cases import BF16, FP32, Case
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 from on_cuda import OnCuda
-from planned import backward_call, planned
+from planned import arguments_of, backward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import interface
@@ -297,7 +297,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     found: dict[str, object] = {}
 
     def prepare(call: AttentionCall) -> Any:
-        found.update(call.arguments(), config=call.config)
+        found.update(arguments_of(call))
         return lambda *args: None
 
     monkeypatch.setattr(interface, "prepare_bwd", prepare)

@@ -27,6 +27,7 @@ from functional_calls import (
 from gradient_oracle import assert_gradients_close, make_output_gradients
 from inputs import make_inputs
 from launch_recorder import Recorder
+from planned import arguments_of
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -195,11 +196,11 @@ def test_every_keyword_reaches_both_halves(monkeypatch: pytest.MonkeyPatch) -> N
     found: list[dict[str, Any]] = []
 
     def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-        found.append(call.arguments() | {"config": call.config})
+        found.append(arguments_of(call))
         return torch.zeros_like(q), torch.zeros(1, 2, 12)
 
     def backward(call: AttentionCall) -> tuple[Tensor, ...]:
-        found.append(call.arguments() | {"config": call.config})
+        found.append(arguments_of(call))
         assert call.tensors.gradients.dsink is not None
         call.tensors.gradients.dsink.fill_(7.0)
         return tuple(torch.full_like(x, i) for i, x in enumerate(call.tensors[:3]))

@@ -12,7 +12,7 @@ from cases import BF16, FP32, FP64, Case
 from inputs import make_inputs
 from launch_recorder import Recorder
 from mask_cases import MASK_MODS
-from planned import forward_call, planned
+from planned import arguments_of, forward_call, planned
 from tolerances import assert_close_to_oracle
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     found: dict[str, object] = {}
 
     def prepare(call: AttentionCall) -> Any:
-        found.update(call.arguments(), config=call.config)
+        found.update(arguments_of(call))
         return lambda *args: (None, None)
 
     monkeypatch.setattr(interface, "prepare_fwd", prepare)

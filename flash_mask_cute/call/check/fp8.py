@@ -22,8 +22,7 @@ NO_GRADIENTS = "there are no gradients over keys and values in float8_e4m3fn"
 
 def check_fp8(call: AttentionCall) -> bool:
     """Whether k and v of a call are in fp8. If they are, or look so, check their dtypes and the
-    arguments beside them. Raises TypeError, ValueError, NotImplementedError, naming argument and
-    value."""
+    arguments beside them."""
     x, of, scales = call.tensors, call.tensors.lengths, call.tensors.optional
     given = {"k": x.k, "v": x.v}
     for name, tensor in given.items():
@@ -57,8 +56,7 @@ def check_fp8(call: AttentionCall) -> bool:
 
 
 def refuse_scale(descale: object, of: str, tensor: Tensor) -> None:
-    """Refuse a scale of a tensor in another format. of: the tensor's name, k or v first. Raises
-    ValueError, naming the scale."""
+    """Refuse a scale of a tensor in another format. of: the tensor's name, k or v first."""
     if descale is not None and tensor.dtype != FP8:
         raise ValueError(
             f"{of[0]}_descale is a scale of {of} in float8_e4m3fn, and must be None beside {of} in "
@@ -67,8 +65,7 @@ def refuse_scale(descale: object, of: str, tensor: Tensor) -> None:
 
 
 def refuse_other_format(name: str, tensor: Tensor, dtype_of_q: torch.dtype) -> None:
-    """Refuse keys or values in what somebody may take for float8_e4m3fn. Raises TypeError, naming
-    the tensor and its dtype."""
+    """Refuse keys or values in what somebody may take for float8_e4m3fn."""
     dtype = tensor.dtype
     is_other_fp8 = dtype.itemsize == 1 and dtype.is_floating_point and dtype != FP8
     if dtype == dtype_of_q or not (is_other_fp8 or dtype in _OTHER_BYTES):
@@ -83,8 +80,7 @@ def refuse_other_format(name: str, tensor: Tensor, dtype_of_q: torch.dtype) -> N
 
 
 def check_rows(name: str, tensor: Tensor) -> None:
-    """Check that each row of a tensor in fp8 begins at a multiple of 16 bytes. Raises ValueError,
-    naming the tensor."""
+    """Check that each row of a tensor in fp8 begins at a multiple of 16 bytes."""
     *extents, dim = tensor.shape
     *strides, last = tensor.stride()
     rule = f"{name} in float8_e4m3fn must have"
@@ -110,8 +106,7 @@ def check_rows(name: str, tensor: Tensor) -> None:
 
 
 def check_places(call: AttentionCall, batch: int) -> None:
-    """Check the rows of keys and values in fp8, whose shapes are right, and their scales. Raises
-    TypeError, ValueError, naming the tensor; NotImplementedError: sequences have common keys."""
+    """Check the rows of keys and values in fp8, whose shapes are right, and their scales."""
     x, of = call.tensors, call.tensors.optional
     if x.have_shared_keys:
         raise NotImplementedError(
@@ -125,8 +120,7 @@ def check_places(call: AttentionCall, batch: int) -> None:
 
 
 def check_descale(descale: object, of: str, cache: Tensor, batch: int) -> None:
-    """Check a scale of a cache of 4 dimensions. of: the cache's name, k or v first. Raises
-    TypeError, ValueError, naming the scale."""
+    """Check a scale of a cache of 4 dimensions. of: the cache's name, k or v first."""
     name = f"{of[0]}_descale"
     check_tensor(name, descale)
     assert isinstance(descale, Tensor)

@@ -1,6 +1,7 @@
 """A cache of keys and values: checked, and viewed as attention takes it.
 
-The checks are of plain tensors. The operators run them for others, and in a compiled graph.
+The checks are of plain tensors. The operators run them for others, and in a compiled graph. Errors
+are those of `validate.py`.
 """
 
 from __future__ import annotations
@@ -73,8 +74,7 @@ class CacheView(NamedTuple):
 
 
 def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
-    """Number of sequences of a call; attention's own checks report other errors in q. Raises
-    TypeError, ValueError: q has another type or rank."""
+    """Number of sequences of a call. Attention's own checks report other errors in q."""
     if not torch.compiler.is_compiling():
         check_dense("q", q)
         assert isinstance(q, Tensor)
@@ -94,8 +94,7 @@ def batch_of(q: object, cu_seqlens_q: Tensor | None) -> int:
 
 
 def refuse_given(accepted: tuple[Any, ...], **given: Any) -> None:
-    """Refuse arguments that are supported only at `accepted` values, the default first. Raises
-    NotImplementedError, naming argument and value."""
+    """Refuse arguments that are supported only at `accepted` values, the default first."""
     for name, value in given.items():
         is_accepted = not isinstance(value, Tensor) and any(value is x for x in accepted)
         if not is_accepted and not (isinstance(value, int | float) and value in accepted):
@@ -105,8 +104,7 @@ def refuse_given(accepted: tuple[Any, ...], **given: Any) -> None:
 
 
 def seqlens_of(cache_seqlens: Any, cache: Cache) -> Tensor | None:
-    """cache_seqlens as a tensor (batch,), or None. `check_contents` checks a tensor. Raises
-    TypeError, ValueError, naming the value."""
+    """cache_seqlens as a tensor (batch,), or None. `check_contents` checks a tensor."""
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     length = check_int("cache_seqlens", cache_seqlens, "an int, an int32 tensor (batch,) or None")
@@ -124,7 +122,7 @@ def _check_length(length: int, capacity: int) -> None:
 
 def check_cache(cache: Cache, startend_row_indices: object) -> None:
     """Refuse arguments that contradict each other, and errors that attention's checks would report
-    by other names. Raises TypeError, ValueError, NotImplementedError, naming argument and value."""
+    by other names."""
     k, v = cache.k, cache.v
     for name, tensor in (("k_cache", k), ("v_cache", v)):
         check_tensor(name, tensor)
@@ -172,8 +170,7 @@ def _check_format(cache: Cache) -> None:
 
 
 def check_contents(cache: Cache) -> None:
-    """Check the lengths, and the contents of vectors on the CPU. cache: by `check_cache`. Raises
-    TypeError, ValueError, naming the value."""
+    """Check the lengths, and the contents of vectors on the CPU. cache: by `check_cache`."""
     if cache.seqlens is not None:
         check_batch_vector("cache_seqlens", cache.seqlens, cache.batch, cache.device)
     if cache.device.type != "cpu":

@@ -95,8 +95,7 @@ def check_lengths(
 
 
 def check_index_vector(name: str, value: object, device: torch.device) -> None:
-    """Check a vector of lengths or indices: int32, 1-D, contiguous, on `device`. Raises TypeError,
-    ValueError, naming what it is."""
+    """Check a vector of lengths or indices: int32, 1-D, contiguous, on `device`."""
     check_tensor(name, value)
     assert isinstance(value, torch.Tensor)
     if value.dtype != torch.int32:
@@ -109,15 +108,14 @@ def check_index_vector(name: str, value: object, device: torch.device) -> None:
 
 
 def check_cu_seqlens(name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Check the starts of packed sequences, without their contents. Raises as
-    `check_index_vector`."""
+    """Check the starts of packed sequences, without their contents."""
     check_index_vector(name, value, device)
     if len(value) == 0:
         raise ValueError(f"{name} must have shape (batch + 1,), got (0,)")
 
 
 def check_batch_vector(name: str, value: torch.Tensor, batch: int, device: torch.device) -> None:
-    """Check a vector with a number for each sequence. Raises as `check_index_vector`."""
+    """Check a vector with a number for each sequence."""
     check_index_vector(name, value, device)
     if len(value) != batch:
         raise ValueError(f"{name} must have shape (batch,) = ({batch},), got ({len(value)},)")
@@ -160,9 +158,8 @@ def _check_contents(side: SideArguments, batch: int) -> None:
 
 
 def packed_lengths(name: str, offsets: list[int], total: int) -> list[int]:
-    """The lengths of packed sequences. total: rows of the packed tensor; those after the last
-    sequence belong to none. Raises ValueError: offsets do not start at 0, decrease, or end beyond
-    the tensor."""
+    """The lengths of packed sequences, of checked offsets. total: rows of the packed tensor; those
+    after the last sequence belong to none."""
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {offsets[0]}")
     lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]

@@ -4,6 +4,7 @@ Column intervals and block lists count rows of the mask. Row 0 need not be the f
 call: a decode step has one query, which is the last row of the mask that a model was trained with.
 So a call is refused unless its rows are known: the mask was made for the call's number of queries,
 or nothing could come before the first query, or `q_start` gives its position. Shapes alone decide.
+Errors are those of `validate.py`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ JOIN_MASKS = (
 
 
 def check_q_starts(q_starts: Tensor, batch: int, device: torch.device) -> None:
-    """Check the argument q_start, if it is a tensor. Raises TypeError: it is not int32; ValueError:
-    it is not (batch,), it is on another device than q, or a position (of a CPU tensor) is too far
-    from 0."""
+    """Check the argument q_start, if it is a tensor, and the positions of a CPU tensor."""
     check_batch_vector("q_start", q_starts, batch, device)
     if q_starts.device.type == "cpu":
         for position in q_starts.tolist():
@@ -56,9 +55,7 @@ class CallExtents(NamedTuple):
         return of.total_k if self.packs_k else of.batch * of.seqlen_k
 
     def check_columns(self, value: Tensor | ColumnMask) -> None:
-        """Refuse column intervals whose rows are not, or may not be, the call's queries.
-
-        Raises ValueError naming the extents of the mask and of the call."""
+        """Refuse column intervals whose rows are not, or may not be, the call's queries."""
         of = self.shapes
         rows = value.seqlen_q if isinstance(value, ColumnMask) else None
         if rows == ANY or not of.total_q:
@@ -98,10 +95,8 @@ class CallExtents(NamedTuple):
         return self.shapes.total_q if self.packs_q and self.packs_k else self.shapes.seqlen_q
 
     def check_lists(self, seqlens: Any) -> None:
-        """Refuse block lists whose rows are not, or may not be, the call's queries.
-
-        seqlens: the (queries, keys) that they were made for; None: not known. Raises TypeError,
-        ValueError: seqlens is no pair of lengths; else as `check_columns`."""
+        """Refuse block lists whose rows are not, or may not be, the call's queries. seqlens: the
+        (queries, keys) that they were made for; None: not known."""
         if seqlens is None:
             return
         of, (rows, keys) = self.shapes, _as_lengths(seqlens)

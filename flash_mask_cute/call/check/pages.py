@@ -48,8 +48,7 @@ def describe_pages(page_size: int, page_box: int, tile_n: int) -> str:
 
 
 def check_page_table(k: Tensor, page_table: object) -> None:
-    """Check a page table, without its contents, and the page size of a pool of 4 dimensions. Raises
-    TypeError or ValueError, naming argument and value."""
+    """Check a page table, without its contents, and the page size of a pool of 4 dimensions."""
     check_tensor("page_table", page_table)
     assert isinstance(page_table, Tensor)
     if page_table.dtype != torch.int32:
@@ -68,8 +67,7 @@ def check_page_table(k: Tensor, page_table: object) -> None:
 
 
 def check_pages(k: Tensor, lengths: CallLengths, optional: OptionalTensors) -> None:
-    """Check a page table against the pool of k, and where sequences lie in it. Raises TypeError or
-    ValueError, naming argument and value."""
+    """Check a page table against the pool of k, and where sequences lie in it."""
     page_table, cu_seqlens_k, seqused_k = (
         lengths.page_table,
         lengths.cu_seqlens_k,
@@ -102,8 +100,7 @@ def check_pages(k: Tensor, lengths: CallLengths, optional: OptionalTensors) -> N
 
 
 def refuse_without_pages(**where: object) -> None:
-    """Refuse arguments that say where sequences lie in a page table. Raises ValueError, naming the
-    argument."""
+    """Refuse arguments that say where sequences lie in a page table."""
     for name, given in where.items():
         if given is not None:
             raise ValueError(f"{name} needs page_table, got {brief(given)} and page_table None")

@@ -94,7 +94,7 @@ def check_dense(
 def check_inputs(call: AttentionCall) -> FwdShapes:
     """Check the arguments of a call of either direction, and return the extents of the problem.
     Shapes are those of `_flash_attn_fwd` and `_flash_attn_bwd`; with page_table, seqlen_k is
-    max_pages * page_size. Raises TypeError, ValueError, NotImplementedError; see the module."""
+    max_pages * page_size."""
     refuse_jit_trace()
     x, options, masks = call.tensors, call.options, call.masks or NO_MASKS
     of, optional = x.lengths, x.optional
@@ -234,8 +234,6 @@ def refuse_transforms(but_functionalize: bool = False) -> None:
 
 
 def check_num_splits(num_splits: int) -> None:
-    """Check the number of splits. Raises TypeError: it is no int; ValueError: it is negative, or
-    too large."""
     if type(num_splits) is int and 0 <= num_splits <= 1:
         return  # isinstance of an abstract class takes three times as long
     if not 0 <= check_int("num_splits", num_splits, "an int") <= MOST_SPLITS:
@@ -246,16 +244,14 @@ def check_num_splits(num_splits: int) -> None:
 
 
 def check_split_keys(seqlen_k_per_split: int) -> None:
-    """Check the number of keys of a fixed split. Raises TypeError: it is no int; ValueError: it is
-    too small."""
     given = check_int("seqlen_k_per_split", seqlen_k_per_split, "an int or None")
     if given < LEAST_FIXED_SPLIT:
         raise ValueError(f"seqlen_k_per_split must be at least {LEAST_FIXED_SPLIT}, got {given}")
 
 
 def _check_fixed_splits(call: AttentionCall, seqlen_k_per_split: int, seqlen_k: int) -> None:
-    """Refuse what contradicts the cut of sums at fixed keys. seqlen_k: keys of a sequence, or more.
-    Raises TypeError or ValueError, naming argument and value."""
+    """Refuse what contradicts the cut of sums at fixed keys. seqlen_k: keys of a sequence, or
+    more."""
     check_split_keys(seqlen_k_per_split)
     if call.masks is not None and isinstance(call.masks.block_sparse_tensors_torch, SelectedBlocks):
         # the order of a row's sums would depend on the blocks that its neighbours chose
@@ -281,8 +277,7 @@ def check_gradient_settings(
     deterministic: bool, score_mod_bwd: Callable[..., Any] | None, score_mod: object
 ) -> None:
     """Refuse invalid settings of a backward. It is cheap, because every call of a public function
-    runs it. Raises TypeError: deterministic is no bool, or score_mod_bwd neither None nor callable;
-    ValueError: score_mod_bwd without score_mod."""
+    runs it."""
     check_bool("deterministic", deterministic)
     if score_mod_bwd is None:
         return
@@ -295,8 +290,7 @@ def check_gradient_settings(
 
 
 def check_differentiable_by_aux(reason: str, score_mod_bwd: Callable[..., Any] | None) -> None:
-    """Refuse a setting without gradients of aux tensors. reason: why these are wanted. Raises
-    NotImplementedError: a score_mod_bwd."""
+    """Refuse a score_mod_bwd where gradients of aux tensors are wanted, by `reason`."""
     if score_mod_bwd is not None:
         raise NotImplementedError(
             f"{reason}, but score_mod_bwd gives no gradients of aux tensors: leave it out, so that "
@@ -318,7 +312,7 @@ def settle_order(reason: str | None, unordered: str | None, deterministic: bool)
     reason: why gradients of aux tensors are wanted, None if they are not. unordered: why these have
     no fixed order, None if they have one. If they have none, torch's setting acts as for torch's
     own functions: an error, or with warn_only a warning and any order. `deterministic` is always an
-    error. Raises NotImplementedError as `refuse_order`."""
+    error."""
     by_torch = torch.are_deterministic_algorithms_enabled()
     if reason is None or unordered is None:
         return deterministic or by_torch
@@ -450,7 +444,7 @@ def _check_heads(heads_q: int, heads_kv: int, shape_k: tuple[int, ...]) -> None:
 
 
 def check_head_dims(head_dim: int, head_dim_v: int, *, runs_kernels: bool) -> None:
-    """Raises ValueError. Only kernels have a largest head dimension; the CPU path has none."""
+    """Only kernels have a largest head dimension; the CPU path has none."""
     for name, tensor_name, value in (("head_dim", "q", head_dim), ("head_dim_v", "v", head_dim_v)):
         is_too_large = runs_kernels and value > MAX_WIDE_HEAD_DIM
         if value < _MIN_HEAD_DIM or is_too_large or value % _HEAD_DIM_STEP:

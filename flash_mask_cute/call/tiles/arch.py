@@ -38,15 +38,15 @@ class AttentionKernel:
     load_traits: Callable[[], Any]
 
     @tells_what_to_install()
-    def traits(self, head_dim: int, head_dim_v: int, tiles: Any, **more: Any) -> Any:
-        """The traits for tiles (`FwdTiles`, `BwdTiles`), by their fields of the same names. They
-        are the same for both dtypes of 16 bits."""
+    def traits(self, tiles: Any, **more: Any) -> Any:
+        """The traits for tiles (`FwdTiles`, `BwdTiles`), by their fields of the same names, and of
+        other fields. They are the same for both dtypes of 16 bits."""
         from cutlass import BFloat16  # here: a package import must not wait for the compiler's
 
         kind = self.load_traits()
-        same = {x.name for x in fields(kind)} & asdict(tiles).keys()
-        by_name = {name: getattr(tiles, name) for name in same}
-        return kind(BFloat16, head_dim=head_dim, head_dim_v=head_dim_v, **by_name, **more)
+        names = {x.name for x in fields(kind)}
+        same = {name: value for name, value in asdict(tiles).items() if name in names}
+        return kind(BFloat16, **same, **more)
 
     def options(self, tiles: Any) -> dict[str, Any]:
         """The fields of tiles that the kernel's class takes."""

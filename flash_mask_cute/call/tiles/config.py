@@ -86,6 +86,16 @@ class FwdChoice:
     reason: str
 
 
+class HeadFacts(NamedTuple):
+    """Facts about heads, and rows beside them in shared memory, that decide whether tiles fit.
+    cached_bias_bits: see `AttentionProblem`."""
+
+    head_dim: int
+    head_dim_v: int
+    in_fp8: bool = False
+    cached_bias_bits: int = 0
+
+
 class WalkFacts(NamedTuple):
     """Fields of `CallFacts` that a problem does not give. block_size: of the call's block lists,
     which another form of the mask may replace."""
@@ -142,12 +152,9 @@ def select_fwd_config(
         # Keys of a tile are added together, so their number follows from head dimensions alone.
         tile_n = next(x.tile_n for x in rows if x.is_general)
         row = next(x for x in rows if x.tile_n == tile_n)
-    in_fp8, dims = problem.in_fp8 and kernel.reads_fp8, (problem.head_dim, problem.head_dim_v)
-    more: dict[str, Any] = {"in_fp8": True} if in_fp8 else {}
-    more |= {"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}
-    tiles, smem_bytes, reason = _fit(
-        kernel, row, *dims, override, problem.is_ordered, tuple(more.items())
-    )
+    dims, in_fp8 = (problem.head_dim, problem.head_dim_v), problem.in_fp8 and kernel.reads_fp8
+    heads = HeadFacts(*dims, in_fp8, problem.cached_bias_bits)
+    tiles, smem_bytes, reason = _fit(kernel, row, heads, override, problem.is_ordered)
     group = shapes.heads_q // shapes.heads_kv
     queries = shapes.seqlen_q
     if problem.varlen_q and problem.has_seqused_k:
@@ -205,33 +212,29 @@ def _of_row(kind: type[_Tiles], row: FwdRow | BwdRow) -> _Tiles:
 def _fit(
     kernel: ForwardKernel,
     row: FwdRow,
-    head_dim: int,
-    head_dim_v: int,
+    heads: HeadFacts,
     override: FwdConfig | None,
-    keeps_tile_n: bool = False,
-    more: tuple[tuple[str, Any], ...] = (),
+    keeps_tile_n: bool,
 ) -> tuple[FwdTiles, int, str]:
-    """The first candidate that fits, its smem bytes, and the reason. more: fields of the traits."""
-    in_fp8 = "in_fp8" in dict(more)
+    """The first candidate that fits, its smem bytes, and the reason."""
     given = given_fields(override)
     refusal = ""
-    if in_fp8:
+    if heads.in_fp8:
         # beside a warpgroup that converts
         row = row._replace(tile_m=64, num_stages=2)
     for tiles in _candidates(row, given, keeps_tile_n):
-        smem_bytes, why_not = check_feasible(head_dim, head_dim_v, tiles, kernel, more)
+        smem_bytes, why_not = check_feasible(heads, tiles, kernel)
         if why_not is None:
             reason = _explain_choice(row, tiles, given, refusal)
-            return tiles, smem_bytes, f"{reason}; {_OF_FP8}" if in_fp8 else reason
+            return tiles, smem_bytes, f"{reason}; {_OF_FP8}" if heads.in_fp8 else reason
         refusal = refusal or why_not
     raise ValueError(
-        f"config {given} cannot run for head_dim={head_dim}, head_dim_v={head_dim_v}: {refusal}"
+        f"config {given} cannot run for head_dim={heads.head_dim}, head_dim_v={heads.head_dim_v}: "
+        f"{refusal}"
     )
 
 
-def _candidates(
-    row: FwdRow, given: dict[str, Any], keeps_tile_n: bool = False
-) -> Iterator[FwdTiles]:
+def _candidates(row: FwdRow, given: dict[str, Any], keeps_tile_n: bool) -> Iterator[FwdTiles]:
     """The row under the override, then smaller ones. keeps_tile_n: do not reduce tile_n."""
     wanted = replace(_of_row(FwdTiles, row), **given)
     queries = [(wanted.stages_q, wanted.share_qo), (1, False), (1, True)]
@@ -262,20 +265,17 @@ def _explain_choice(
 
 
 def check_feasible(
-    head_dim: int,
-    head_dim_v: int,
-    tiles: FwdTiles,
-    kernel: ForwardKernel = SM90.forward,
-    more: tuple[tuple[str, Any], ...] = (),
+    heads: HeadFacts, tiles: FwdTiles, kernel: ForwardKernel = SM90.forward
 ) -> tuple[int, str | None]:
-    """Shared memory in bytes, and why these tiles cannot run (by the traits). more: see `_fit`."""
+    """Shared memory in bytes, and why these tiles cannot run (by the traits)."""
     if tiles.polynomial and not kernel.has_polynomial:
         return 0, f"polynomial must be 0 but on Blackwell, got {tiles.polynomial}"
     if tiles.polynomial % POLYNOMIAL_STEP or tiles.polynomial > MOST_POLYNOMIAL:
         steps = f"a multiple of {POLYNOMIAL_STEP} up to {MOST_POLYNOMIAL}"
         return 0, f"polynomial must be {steps}, got {tiles.polynomial}"
-    of_tiles = {"packed_heads": 1, "stages_kv": tiles.num_stages}
-    traits = kernel.traits(head_dim, head_dim_v, tiles, **of_tiles, **dict(more))
+    # kernels without fp8 and cached rows have no such traits
+    of_heads = {name: value for name, value in heads._asdict().items() if value}
+    traits = kernel.traits(tiles, packed_heads=1, stages_kv=tiles.num_stages, **of_heads)
     return traits.smem_bytes, traits.infeasible()
 
 
@@ -284,8 +284,7 @@ def check_feasible(
 
 @dataclass(frozen=True)
 class BwdTiles:
-    """A complete configuration of the backward. splits_group: several CTAs share the query heads of
-    a group."""
+    """A complete configuration. splits_group: several CTAs share the query heads of a group."""
 
     tile_m: int
     stages_q: int
@@ -391,7 +390,9 @@ def select_bwd_config(
         for tiles in _bwd_candidates(row, given):
             of_lists = {"packed_heads": listed_rows, "shares_tile": query_lists == 64}
             traits = kernel.of(head_dim).traits(
-                *(head_dim, head_dim_v, tiles),
+                tiles,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
                 # tiles are chosen before it is known whether masks may empty rows
                 has_marks=True,
                 has_reference=modifier == "score_mod",

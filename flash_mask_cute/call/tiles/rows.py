@@ -17,12 +17,11 @@ class CallFacts(NamedTuple):
     window: the most keys that a query sees, if the window is closed on both sides. decode_rows:
     query rows that share keys, for a forward in splits, over pages, or of so few that one pass is
     decoding, else None. block_size: of block lists that the kernel would read as they are.
-    may_pair: two CTAs may share a walk. may_split_keys: warpgroups may have keys of their own in
-    wide heads. is_ordered: sums have an order (deterministic). sequences: of `seqlen_q` queries and
-    one head each. num_sms: CTAs that run at once. selected_block: keys of a block of each query's
-    selection, 0 if there is none. has_lists: block lists or selections leave out blocks.
-    lists_per_warpgroup: the size of blocks of lists that warpgroups may have of their own.
-    asks_pair: the config has cta_pair=True.
+    may_split_keys: warpgroups may have keys of their own in wide heads. is_ordered: sums have an
+    order (deterministic). sequences: of `seqlen_q` queries and one head each. num_sms: CTAs that
+    run at once. selected_block: keys of a block of each query's selection, 0 if there is none.
+    has_lists: block lists or selections leave out blocks. lists_per_warpgroup: the size of blocks
+    of lists that warpgroups may have of their own. asks_pair: the config has cta_pair=True.
     """
 
     head_dim: int

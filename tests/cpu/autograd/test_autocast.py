@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64
 from functional_calls import int32, qkv, rows_below
+from planned import arguments_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, flashmask_attention, interface
@@ -53,7 +54,7 @@ def test_sink_and_aux_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
     def forward(call: AttentionCall) -> Any:
-        given.update(call.arguments())
+        given.update(arguments_of(call))
         return call.tensors.q, None
 
     monkeypatch.setattr(interface, "forward", forward)

@@ -10,6 +10,7 @@ import cutlass
 import numpy as np
 import pytest
 import torch
+from planned import arguments_of
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -36,7 +37,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
 
     def watch(run: Callable[..., Any]) -> Callable[..., Any]:
         def watched(call: AttentionCall) -> Any:
-            arguments.append(call.arguments() | {"config": call.config})
+            arguments.append(arguments_of(call))
             return run(call)
 
         return watched

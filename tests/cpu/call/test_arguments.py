@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planned import arguments_of
 
 from flash_mask_cute import interface
 from flash_mask_cute.call import given_outputs
@@ -66,7 +67,7 @@ def test_each_keyword_of_a_forward_has_its_place(monkeypatch: pytest.MonkeyPatch
     given |= {"softmax_scale": 0.5, "causal": True, "q_start": 3, "config": FwdConfig(tile_n=64)}
     monkeypatch.setattr(interface, "forward", lambda call: call)
     call: Any = interface._flash_attn_fwd("q", "k", "v", **given)  # type: ignore[arg-type]
-    assert call.arguments() | {"config": call.config} == given | {"q": "q", "k": "k", "v": "v"}
+    assert arguments_of(call) == given | {"q": "q", "k": "k", "v": "v"}
     assert len(call.tensors) == len(Tensors._fields) and len(call.options) == len(Options._fields)
     assert call.tensors.gradients is NO_GRADIENTS and not call.options.is_recorded
     assert (call.backward, call.direction) == (NO_BACKWARD_OPTIONS, Direction.FORWARD)

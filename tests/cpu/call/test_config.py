@@ -12,6 +12,7 @@ from flash_mask_cute.call.settings import BwdConfig, FwdConfig
 from flash_mask_cute.call.tiles.arch import SM90, SM100, SM103
 from flash_mask_cute.call.tiles.config import (
     FwdChoice,
+    HeadFacts,
     WalkFacts,
     check_feasible,
     select_fwd_config,
@@ -187,7 +188,7 @@ def test_every_pair_of_head_dims_has_tiles_that_run() -> None:
     for head_dim in HEAD_DIMS:
         for head_dim_v in HEAD_DIMS:
             choice = choose(head_dim, head_dim_v)
-            smem_bytes, refusal = check_feasible(head_dim, head_dim_v, choice.tiles)
+            smem_bytes, refusal = check_feasible(HeadFacts(head_dim, head_dim_v), choice.tiles)
             assert refusal is None, (head_dim, head_dim_v, refusal)
             assert smem_bytes == choice.smem_bytes
             # smaller key blocks than this leave the tensor cores mostly waiting
@@ -278,7 +279,7 @@ def test_fields_not_given_make_room_for_those_given() -> None:
     assert choice.tiles.num_stages == 3
     assert choice.tiles.stages_q == 1
     assert choose(128, is_causal=True).tiles.stages_q == 2
-    assert check_feasible(128, 128, choice.tiles)[1] is None
+    assert check_feasible(HeadFacts(128, 128), choice.tiles)[1] is None
 
 
 def test_a_mapping_is_a_config() -> None:

@@ -11,7 +11,7 @@ from inputs import Inputs, make_inputs
 from torch import Tensor
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
-from flash_mask_cute.call.arguments import AttentionCall, Direction
+from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, keywords_of
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.plan import plan
@@ -25,6 +25,18 @@ def forward_call(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> AttentionC
 def backward_call(*operands: Tensor, **keywords: Any) -> AttentionCall:
     """operands: q, k, v, out, dout, lse."""
     return AttentionCall.from_arguments(Direction.BACKWARD, *operands, **keywords)
+
+
+def arguments_of(call: AttentionCall) -> dict[str, Any]:
+    """All arguments of the host call, by name."""
+    masks, q_starts = call.masks or NO_MASKS, call.tensors.lengths.q_starts
+    given = call.tensors.by_name() | masks._asdict() | call.options._asdict()
+    given |= call.backward._asdict()
+    given |= {"q_start": call.options.q_start.argument(q_starts), "config": call.config}
+    causal_per_seq = call.tensors.optional.causal_per_seq
+    if causal_per_seq is not None:
+        given["causal"] = causal_per_seq
+    return {name: given[name] for name in keywords_of(call.direction)}
 
 
 def call_of(
