@@ -23,7 +23,7 @@ def is_torch_mod(mod: Callable[..., Any], kind: str) -> bool:
     accepted = _accepts(mod)
     if accepted is None or accepted(in_cute) or not accepted(in_torch):
         return False
-    if _is_jit(mod):
+    if "_decorator_kind" in getattr(mod, "__dict__", {}):
         raise TypeError(
             f"{kind} {_name(mod)} is a @cute.jit function with the arguments of torch's "
             f"FlexAttention, {_TORCH[kind]}: a CuTe {kind} takes {_CUTE[kind]}; leave the "
@@ -88,10 +88,6 @@ def _accepts(mod: Callable[..., Any]) -> Callable[[int], bool] | None:
         return True
 
     return accepts
-
-
-def _is_jit(mod: Any) -> bool:
-    return "_decorator_kind" in getattr(mod, "__dict__", {})
 
 
 def _name(mod: Any) -> str:

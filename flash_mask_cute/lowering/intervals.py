@@ -21,16 +21,14 @@ from flash_mask_cute.lowering.simplify import (
     NOT,
     OR,
     SAME,
-    SIGNS,
     Inequality,
     Negated,
     Whole,
     inequalities,
     is_false,
-    is_float,
     is_true,
     name_of_node,
-    opposite,
+    sign_of,
 )
 
 # without torch's tag
@@ -214,15 +212,10 @@ class _Finder:
     def _comparison(self, node: Node, name: str, is_negated: bool) -> Any:
         if name == ("ne" if is_negated else "eq"):
             return self._equal(*node.args)
-        if name not in SIGNS:
+        compared = sign_of(node, is_negated)
+        if compared is None:
             raise NotIntervalsError
-        sign, strict = SIGNS[name]
-        if is_negated:
-            if any(map(is_float, node.args)):
-                # of NaN neither a comparison nor its opposite holds
-                raise NotIntervalsError
-            sign, strict = opposite(sign, strict)
-        return self._sides(node.args[0], node.args[1], sign, strict)
+        return self._sides(node.args[0], node.args[1], *compared)
 
     def _equal(self, x: Any, y: Any) -> Any:
         for of_query, of_key in ((x, y), (y, x)):

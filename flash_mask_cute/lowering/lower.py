@@ -295,8 +295,8 @@ def _scaled_by(number: Node) -> list[Node]:
     found = []
     for user in number.users:
         made = user.meta.get("val")
-        if made is not None and not isinstance(made, Tensor):
-            found += _scaled_by(user)
+        if not isinstance(made, Tensor):
+            found += [] if made is None else _scaled_by(user)
         elif name_of_node(user) in _SCALING and not made.dtype.is_floating_point:
             found.append(user)
     return found

@@ -55,7 +55,8 @@ class OpCall:
 
     @property
     def name_of_operator(self) -> str:
-        return operator_name(self.target)
+        """Without namespace and overload."""
+        return str(self.target.__name__).partition(".")[0]
 
     def operand(self, place: int, keyword: str, default: Any = None) -> Any:
         if place < len(self.args):
@@ -93,11 +94,6 @@ class OpCall:
         if isinstance(value, Array | Table) and computed_in(self.dtype) == computed:
             array = cast(array, self.dtype)
         return cast(array, computed)
-
-
-def operator_name(target: Any) -> str:
-    """The operator's name without namespace and overload."""
-    return str(target.__name__).partition(".")[0]
 
 
 def as_array(value: Any, dtype: torch.dtype, call: OpCall) -> Array:

@@ -188,15 +188,10 @@ def _bounds(node: Any, q_idx: Node, kv_idx: Node, is_negated: bool) -> Bound | J
     if name == ("ne" if is_negated else "eq"):
         both = (_sides(node, sign, 0, q_idx, kv_idx) for sign in (1, -1))
         return Joined(tuple(both), False)
-    if name not in SIGNS:
+    compared = sign_of(node, is_negated)
+    if compared is None:
         raise _NotLinearError
-    sign, strict = SIGNS[name]
-    if is_negated:
-        if any(map(is_float, node.args)):
-            # of NaN neither a comparison nor its opposite holds
-            raise _NotLinearError
-        sign, strict = opposite(sign, strict)
-    return _sides(node, sign, strict, q_idx, kv_idx)
+    return _sides(node, *compared, q_idx, kv_idx)
 
 
 def _sides(node: Node, sign: int, strict: int, q_idx: Node, kv_idx: Node) -> Joined:
@@ -213,9 +208,16 @@ def _sides(node: Node, sign: int, strict: int, q_idx: Node, kv_idx: Node) -> Joi
     return Joined(tuple(found), False)
 
 
-def opposite(sign: int, strict: int) -> tuple[int, int]:
-    """The sign and the strictness of a comparison that holds where another one does not."""
-    return -sign, -1 - strict
+def sign_of(node: Node, is_negated: bool) -> tuple[int, int] | None:
+    """The sign and the strictness of a comparison, or of its opposite; None: there is none."""
+    name = name_of_node(node)
+    # of NaN neither a comparison nor its opposite holds
+    if name not in SIGNS or (is_negated and any(map(is_float, node.args))):
+        return None
+    sign, strict = SIGNS[name]
+    if is_negated:
+        return -sign, -1 - strict
+    return sign, strict
 
 
 class Inequality(NamedTuple):

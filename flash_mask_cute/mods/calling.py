@@ -301,7 +301,7 @@ class ScoreModTraits(NamedTuple):
             with noted_row_reads() as row_reads:
                 modified = call_score_mod(score_mod, score, place, aux_tensors)
             computes_functions = ir_analysis.reaches_function(score.ir_value())
-            factor = ir_analysis.last_factor(modified)
+            factor, _ = ir_analysis.last_product(modified)
         with ir_analysis.draft():
             takes_rows = _takes_rows(score_mod, aux_tensors)
             by_columns = getattr(score_mod, "by_columns", False)

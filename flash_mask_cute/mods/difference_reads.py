@@ -69,13 +69,9 @@ def read_of_difference(
     before = Int32(arith.constant(Int32.mlir_type, 0)).ir_value().owner
     zero = [Int32(arith.constant(Int32.mlir_type, 0)) for _ in range(2)]
     place = ScorePlace(batch_idx, head_idx, *zero)
-    trace = _Trace.create(score_mod, place, aux_tensors, _load_inside)
+    trace = _Trace.create(score_mod, place, aux_tensors, lambda x: x.tensor.load(_inside(x)))
     trace.replace_terms(read, difference, ir.InsertionPoint(before))
     return trace.reads[read.number]
-
-
-def _load_inside(read: ElementRead) -> cutlass.Numeric:
-    return read.tensor.load(_inside(read))
 
 
 def _inside(read: ElementRead) -> tuple[cutlass.Integer, ...]:

@@ -68,13 +68,9 @@ def describe(
 ) -> str:
     """`kind name (file:line)`: the given line; else the one of the user's code that raised the
     error; else the first line of the callable."""
-    place = line or _last_line(error) or _first_line(mod)
+    file, at, _ = _split(error)
+    place = line or (f"{file}:{at}" if file else _first_line(mod))
     return f"{kind} {mod_name(mod)}" + (f" ({place})" if place else "")
-
-
-def _last_line(error: BaseException | None) -> str | None:
-    file, line, _ = _split(error)
-    return None if file is None else f"{file}:{line}"
 
 
 def _split(error: BaseException | None) -> tuple[str | None, int, list[str]]:

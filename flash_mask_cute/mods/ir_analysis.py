@@ -99,14 +99,9 @@ def constant(value: ir.Value) -> float | None:
     return number.value if isinstance(number, ir.FloatAttr) else None
 
 
-def last_factor(value: Float32) -> float:
-    """The positive number by which a mod multiplied last; 1 if there is none."""
-    return _last_product(value)[0]
-
-
 def divided(value: Float32, factor: float) -> Float32:
     """value / factor; if the last product is by this factor, its other operand."""
-    found, other = _last_product(value)
+    found, other = last_product(value)
     if found != factor:
         return value * (1.0 / factor)
     if isinstance(other.type, ir.VectorType):
@@ -152,7 +147,7 @@ def _is_moderate(factor: float) -> bool:
     return 2.0**-60 < factor < 2.0**60
 
 
-def _last_product(value: Float32) -> tuple[float, ir.Value]:
+def last_product(value: Float32) -> tuple[float, ir.Value]:
     """The positive number that a mod multiplied by last, or 1, and the multiplied value."""
     result = value.ir_value()
     product = maker_of(result)

@@ -41,10 +41,6 @@ class ReadClass(Enum):
     UNREAD = "unread"
 
 
-# Elements of these classes stay the same along a walk over the queries of a head.
-OF_WALKS = (ReadClass.HEAD, ReadClass.KEY)
-
-
 class Factor(NamedTuple):
     """A derivative by an element. constant: its value, if it is always the same. is_finite: it is
     finite for all scores, visible or not."""
@@ -85,7 +81,8 @@ class TensorReads(NamedTuple):
 
     @property
     def is_of_walks(self) -> bool:
-        return self.read_class in OF_WALKS
+        """Whether elements stay the same along a walk over the queries of a head."""
+        return self.read_class in (ReadClass.HEAD, ReadClass.KEY)
 
     @property
     def is_of_lines(self) -> bool:
