@@ -101,7 +101,7 @@ class AttentionVariant:
     problem: without the keys of its callables, which mods has. window: how many keys a query sees
     at most, where a window is closed on both sides. block_size: that of block lists. splits_group:
     a backward whose groups of heads are split over CTAs. cta_pair: of a backward, if not as the
-    table has it. decode_rows: as in `CallFacts`. summed_by: who sums the gradient of what a
+    table has it. decode_rows: as in `RowFacts`. summed_by: who sums the gradient of what a
     score_mod reads by a difference, which has a table.
     """
 

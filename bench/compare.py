@@ -150,7 +150,7 @@ class Child:
         return milliseconds
 
     def prepare(self, name: str) -> None:
-        """Make inputs, compile, pass the gate; returns at once. A failure is told by `first`."""
+        """Start to make inputs, compile and pass the gate. `first` raises what failed."""
         self._ask(prepare=name)
 
     def first(self, least: int) -> float:

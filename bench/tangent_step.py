@@ -25,14 +25,23 @@ LAYERS, HEADS, D, SEQLEN = 4, 16, 64, 4096
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class Norm(nn.Module):
+    """Without weights. With nn.LayerNorm in bf16 on a GPU, the product after it refuses fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        return (centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         width = HEADS * D
-        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.norm, self.qkv = Norm(), nn.Linear(width, 3 * width)
         self.merge, self.times = nn.Linear(width, width), nn.Linear(2, width)
         self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)
+            Norm(), nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor, times: Tensor, attend: Attend) -> Tensor:

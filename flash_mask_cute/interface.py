@@ -211,8 +211,8 @@ def forward(call: AttentionCall, key_of_masks: Any = None) -> tuple[Tensor, Tens
 
 
 def prepare_forward(call: AttentionCall) -> None:
-    """Raise what `forward` would raise for this call, and have its kernels compiled. Nothing is
-    launched."""
+    """Raise what `forward` would raise for this call, and have its kernels compiled. No attention
+    is launched."""
     prepared, key = find_fwd(_prepared_fwd, call)
     if prepared is None:
         _keep(_prepared_fwd, key, prepare_fwd(call), call)

@@ -255,8 +255,10 @@ def noticed(fault: Fault, seed: str, given: Sequence[str], workers: int) -> Outc
         plant(fault, Path(folder))
         failed, said = "", ""
         for arch, names in runs_of(fault, tests):
+            # the copy first, then where the compiler may be
+            paths = os.pathsep.join((folder, os.environ.get("PYTHONPATH", "")))
             environment = os.environ | {
-                "FLASH_MASK_SIM_SEED": seed, "PYTHONPATH": folder, "FLASH_MASK_SIM_ARCH": arch,
+                "FLASH_MASK_SIM_SEED": seed, "PYTHONPATH": paths, "FLASH_MASK_SIM_ARCH": arch,
                 "FLASH_MASK_CUTE_CACHE_DIR": f"{folder}/cache", "PYTHONDONTWRITEBYTECODE": "1",
             }  # fmt: skip
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]

@@ -37,7 +37,8 @@ def with_bias_bits(facts: CallFacts, problem: AttentionProblem) -> AttentionProb
         *(problem.is_causal, problem.is_local, problem.has_lists, problem.has_bits),
         *(problem.has_selected, problem.shared_kv, problem.in_fp8, bool(problem.optional)),
     )
-    absent = problem.intervals, problem.q_start, problem.split, problem.page_box
+    pages = facts.call.tensors.lengths.page_table
+    absent = problem.intervals, problem.q_start, problem.split, pages
     if any(varying) or any(x is not None for x in absent):
         return problem
     if masks.mask_mod is not None and find_reliance(masks.mask_mod, problem).query:

@@ -1,7 +1,7 @@
-"""`plan`: all decisions about a call that follow from metadata, before anything is compiled.
+"""`plan`: all decisions about a call that follow from metadata, before attention is compiled.
 
-Steps stand by name in the order in which they run. Each takes the facts of the call, and the
-problem or the plan as the steps before it left it, and returns the next one.
+`plan` calls its steps in order. Each takes the facts of the call and the problem or plan, and
+returns that, changed or not. Only documents are found on the device here (`call_by_documents`).
 """
 
 from __future__ import annotations

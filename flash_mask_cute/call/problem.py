@@ -63,7 +63,8 @@ class GivenTensor(NamedTuple):
 
 class TuningClass(str, Enum):
     """Masks and modifiers of scores, as far as tiles depend on them. FULL, CAUSAL: only that, or
-    block lists given as bits. EDGES: column intervals of two vectors and more, or beside lists."""
+    block lists given as bits. EDGES: column intervals of two vectors and more, or beside lists.
+    OTHER: any other mask, such as a window, or packed documents."""
 
     FULL = "full"
     CAUSAL = "causal"

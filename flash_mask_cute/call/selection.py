@@ -20,7 +20,7 @@ from flash_mask_cute.runtime.dtypes import dtype_name
 MOST_GATHERED = 8
 
 
-def has_equal_walks(facts: CallFacts) -> bool:
+def selects_few_keys(facts: CallFacts) -> bool:
     """Whether queries of a decoding call chose few of the keys, so that walks are about as long in
     sequences of any length."""
     selected, shapes = facts.masks.selected, facts.shapes

@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_mask_cute.call.execution_plan import ExecutionPlan, Splits
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.call.selection import has_equal_walks
+from flash_mask_cute.call.selection import selects_few_keys
 from flash_mask_cute.call.tiles.decode_costs import DecodingWork
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT
 from flash_mask_cute.core.packed_heads import padded_group
@@ -155,7 +155,7 @@ def are_enough_tiles(
     if tiles >= most:
         return True
     varying = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
-    are_equal = has_equal_walks(facts) or not varying
+    are_equal = selects_few_keys(facts) or not varying
     return are_equal and tiles >= _FULL_WAVES * num_sms * math.ceil(tiles / num_sms)
 
 
@@ -183,7 +183,7 @@ def splits_by_rows(problem: AttentionProblem, shapes: FwdShapes, number: int) ->
 
 
 def _splits_by_stream_k(plan: ExecutionPlan) -> Splits:
-    """A share for each CTA at most, or for each pair of CTAs."""
+    """A chunk for each CTA at most, or for each pair of CTAs."""
     problem, shapes = plan.problem, plan.shapes
     num_ctas = _tiles_at_once(plan.target, problem)
     rows = tile_m = plan.fwd_choice.tiles.tile_m

@@ -12,6 +12,7 @@ What cannot be computed here is refused, before any launch, by an exception of `
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -187,15 +188,28 @@ def _kernel_of_torch(name: str, dispatch_key: str) -> Callable[..., Any] | None:
     return call
 
 
+def _binder(names: list[str]) -> Callable[[tuple[Any, ...], dict[str, Any]], _Call]:
+    """Makes a call of arguments by position, as `names` has them, and of those by name."""
+    order = [*names, *(field for field in _Call._fields if field not in names)]
+    defaults = tuple(_Call._field_defaults.get(field) for field in order)
+    places = {field: i for i, field in enumerate(order)}
+    in_order = itemgetter(*(places[field] for field in _Call._fields))
+
+    def bind(args: tuple[Any, ...], keywords: dict[str, Any]) -> _Call:
+        given = [*args, *defaults[len(args) :]]
+        for field, value in keywords.items():
+            given[places[field]] = value
+        return _Call._make(in_order(given))
+
+    return bind
+
+
 def _ours_or_kept(name: str, kept: Callable[..., Any] | None) -> Callable[..., Any]:
-    names = [x.name for x in _operator(name)._schema.arguments]
-    defaults = {field: _Call._field_defaults.get(field) for field in _Call._fields}
+    bind = _binder([x.name for x in _operator(name)._schema.arguments])
 
     def call(*args: Any, **keywords: Any) -> Any:
         try:
-            # in the order of the fields, and faster than _Call(**given)
-            given = defaults | dict(zip(names, args, strict=False)) | keywords
-            results = OPERATORS[name](_Call._make(given.values()))
+            results = OPERATORS[name](bind(args, keywords))
         except REFUSALS as error:
             if kept is None:
                 raise NotImplementedError(

@@ -19,8 +19,8 @@ UNROLL = 4
 def sequence_of_block(
     block: Int32, size: Int32, mCuSeqlens: cute.Tensor, pack: Int32 | int = 1
 ) -> Int32:
-    """The sequence of a block of `size` rows, `pack` of which belong to a token, by the numbering
-    of `core/row_blocks.py`: the last sequence whose first block is not after this one."""
+    """The sequence of a block of `size` rows, as `core/row_blocks.py` numbers blocks: the last one
+    whose first block is not after this one. A token has `pack` rows."""
     found = Int32(0)
     beyond = mCuSeqlens.shape[0] - 1
     while found + 1 < beyond:

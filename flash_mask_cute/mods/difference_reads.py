@@ -277,7 +277,7 @@ class _Sums(NamedTuple):
 
 
 def sums_of_terms(read: DifferenceRead, asked: Sequence[Sequence[Any]]) -> _Sums:
-    """asked: the indices of each read up to this one, of which the terms' values are made."""
+    """The sums of a read. asked: the indices of each read up to this one."""
     sums: dict[bool, Int32] = {}
     for term in read.terms:
         value = _follow(asked[term.behind], term.path)

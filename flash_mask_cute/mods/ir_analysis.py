@@ -73,9 +73,9 @@ def is_by_element(*origins: cute.TensorSSA) -> bool:
 
 
 def join_factors(score: cute.TensorSSA, scale: Float32) -> None:
-    """Merge the factor of a mod into `scale`, of which the score is a multiple, if the mod only
-    multiplies the score by a number: one product and one rounding replace two. Numbers that could
-    take the factor out of fp32 range stay."""
+    """Merge the factor of a mod into `scale` if the mod only multiplies the score by a number. The
+    score has been multiplied by `scale`, so one product and one rounding replace two. Numbers that
+    could take the factor out of fp32 range stay."""
     product = score.ir_value().owner.operation
     users = [use.owner.operation for use in product.results[0].uses]
     users = [user for user in users if not _is_unused_element(user)]

@@ -124,7 +124,7 @@ class BwdTraits:
     def is_folded(self) -> bool:
         """Whether CTAs of a pair have 64 keys, so that sums of 256 columns fit into TMEM. Lanes 64
         to 127 have the second half of the columns of results. P and dS are operands in shared
-        memory, and Q and dO have one place each, by rows and by columns in turn."""
+        memory. Q has one place, which holds it by rows and then by columns; so does dO."""
         return self.cta_pair and self.tile_d == TILE_DIMS[-1]
 
     @property

@@ -144,7 +144,7 @@ def check_inputs(call: AttentionCall) -> FwdShapes:
 
 
 def _check_beside_causal_per_seq(call: AttentionCall) -> None:
-    """Refuse arguments that do not go with sequences of which only some are causal."""
+    """Refuse arguments that do not combine with `causal` as a tensor."""
     left = call.options.window_size_left
     if call.direction is Direction.BACKWARD:
         given = brief(call.tensors.optional.causal_per_seq)

@@ -19,8 +19,8 @@ from flash_mask_cute.call.tiles.arch import (
 )
 from flash_mask_cute.call.tiles.rows import (
     BwdRow,
-    CallFacts,
     FwdRow,
+    RowFacts,
     describe_conditions,
     rows_for,
 )
@@ -97,7 +97,7 @@ class HeadFacts(NamedTuple):
 
 
 class WalkFacts(NamedTuple):
-    """Fields of `CallFacts` that a problem does not give. block_size: of the call's block lists,
+    """Fields of `RowFacts` that a problem does not give. block_size: of the call's block lists,
     which another form of the mask may replace."""
 
     window: int | None = None
@@ -127,7 +127,7 @@ def select_fwd_config(
     ValueError: the override asks for a configuration that cannot run; NotImplementedError: pack_gqa
     is True for a group of more heads than `packed_rows`, or beside the argument `unpackable`."""
     kernel = spec.forward
-    call = CallFacts(
+    call = RowFacts(
         problem.head_dim,
         problem.head_dim_v,
         problem.tuning_class,
@@ -362,7 +362,7 @@ def select_bwd_config(
         raise ValueError(f"config splits_keys=True is not for {why_shared}")
     if given.get("cta_pair") and why_alone is not None:
         raise ValueError(f"config cta_pair=True is not for {why_alone}")
-    call = CallFacts(
+    call = RowFacts(
         head_dim,
         head_dim_v,
         tuning_class,

@@ -11,7 +11,7 @@ from flash_mask_cute.call.problem import TuningClass
 _LATE = 8
 
 
-class CallFacts(NamedTuple):
+class RowFacts(NamedTuple):
     """The facts about a call that conditions of rows use.
 
     window: the most keys that a query sees, if the window is closed on both sides. decode_rows:
@@ -68,7 +68,7 @@ class Condition(NamedTuple):
     """A row's condition on a call, in words and as a test."""
 
     text: str
-    holds: Callable[[CallFacts], bool]
+    holds: Callable[[RowFacts], bool]
 
 
 class FwdRow(NamedTuple):
@@ -257,7 +257,7 @@ def _keys_within(least: int, most: int | None) -> Iterator[Condition]:
 Row = TypeVar("Row", FwdRow, BwdRow)
 
 
-def rows_for(rows: tuple[Row, ...], call: CallFacts) -> Iterator[Row]:
+def rows_for(rows: tuple[Row, ...], call: RowFacts) -> Iterator[Row]:
     """The rows that a call may use, best first."""
     return (row for row in rows if all(condition.holds(call) for condition in row.conditions()))
 

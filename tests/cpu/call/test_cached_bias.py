@@ -98,6 +98,14 @@ def test_callables_whose_rows_are_not_kept(name: str) -> None:
     assert plan_of(operands(), **NOT_KEPT[name]).problem.cached_bias_bits == 0
 
 
+def test_rows_are_not_kept_beside_pages() -> None:
+    """Also where no used length says that a walk is short."""
+    pages = torch.zeros(BATCH * (SEQLEN // 64), 64, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    table = torch.arange(len(pages), dtype=torch.int32).view(BATCH, -1)
+    found = plan_of([operands()[0], pages, pages.clone()], page_table=table, mask_mod=None)
+    assert found.problem.page_box == 64 and found.problem.cached_bias_bits == 0
+
+
 @SWEEP
 def test_shared_memory_and_spills() -> None:
     found = plan_of(operands())
