@@ -32,7 +32,8 @@ from flash_mask_cute import builders, flash_attn_func
 
 HEADS, DOCUMENT, WINDOW = 32, 2048, 1024
 CHECKED_ROWS, EAGER_SEQLEN = 64, 4096
-ROUNDS, SECONDS = 5, 0.5
+ROUNDS = 5
+TRITON = "jvp-flash-attention"
 
 
 class Case(NamedTuple):
@@ -149,18 +150,18 @@ def peers(case: Case, device: Any) -> Iterator[tuple[str, Callable[..., Tensor]]
     if case.mask in ("full", "causal"):
         try:
             # type checkers do not know it
-            attention = import_module("jvp_flash_attention.jvp_attention").attention
+            attention = import_module("jvp_flash_attention.jvp_attention").JVPAttn.fwd_dual
         except ImportError:
             pass
         else:
-            # (batch, heads, seqlen, d)
+            # (batch, heads, seqlen, d), which is how row_of has stored its tensors
             causal = case.mask == "causal"
 
             def triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 q, k, v = (y.transpose(1, 2) for y in (q, k, v))
                 return attention(q, k, v, causal=causal).transpose(1, 2)
 
-            yield "jvp-flash-attention", triton
+            yield TRITON, triton
     if case.n <= EAGER_SEQLEN:
         every = torch.arange(case.n, device=device)
         yield "eager", lambda q, k, v: dense(q[0], k[0], v[0], case.visible(every, every))[None]
@@ -189,6 +190,10 @@ def row_of(case: Case, device: Any) -> Json:
         row[f"shift{shift:.0f}"] = errors(case, device, shift)
     x, t = drawn(case, device, 0.0)
     for name, attend in peers(case, device) if device == "cuda" else ():
+        if name == TRITON:
+            x, t = (
+                tuple(y.transpose(1, 2).contiguous().transpose(1, 2) for y in z) for z in (x, t)
+            )
         try:
             seconds = median_seconds(partial(tangent_of, attend, x, t))
         except Exception as error:  # a peer without this case

@@ -75,6 +75,7 @@ class Problem(NamedTuple):
 
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
+    sys.stdout.flush()  # torch compiles for a minute before the next line
 
 
 def load_mods(path: Path) -> Mods:
