@@ -102,17 +102,27 @@ def test_wide_heads(situation: str, width: int) -> None:
     call = on_gpu(CALLS[situation])
     rows = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
     pair = tiny.pair_of(tiny.config_of("gemma4", global_head_dim=width))
-    high, ours = (copy.deepcopy(x).cuda().bfloat16() for x in pair)
+    high, torchs, ours = (
+        copy.deepcopy(x).cuda().bfloat16() for x in (pair.eager, pair.eager, pair.ours)
+    )
+    torchs.set_attn_implementation("sdpa")
     ours.set_attn_implementation(register("mask_cute_wide", wide_layers="sdpa"))
     exact = pair.eager.cuda()
     # eager attention gives a row of padding NaN or not by release
     wanted, near, found = (tiny.output_of(x, call).float()[rows] for x in (exact, high, ours))
     assert tiny.relative(found, wanted) <= 1.5 * tiny.relative(near, wanted) + 2**-8
-    of_exact, of_eager, of_ours = (gradients(x, call, rows) for x in (exact, high, ours))
-    for name, grad in of_exact.items():
-        if grad.abs().max() > 1e-5:
-            limit = 2 * tiny.relative(of_eager[name], grad) + 2**-6
-            assert tiny.relative(of_ours[name], grad) <= limit, name
+    # This net amplifies rounding: over twelve draws of its weights, eager's gradients and sdpa's in
+    # bfloat16 are 9 to 71 % away, and differ by up to 2.2 times. So the bound is by the worse of
+    # these two, of all gradients together; ours was 0.65 to 1.29 times as far.
+    of_exact = gradients(exact, call, rows)
+    far = [distance(gradients(x, call, rows), of_exact) for x in (high, torchs, ours)]
+    assert far[-1] <= 1.5 * max(far[:-1]), far
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Of all gradients together, relative to their norm."""
+    x, y = (torch.cat([z[n].double().flatten() for n in wanted]) for z in (found, wanted))
+    return float((x - y).norm() / y.norm())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
