@@ -130,8 +130,11 @@ class _Reader:
             return _placeholder(value.proxy.node.meta["example_value"])
         if isinstance(value, variables.SymNodeVariable):
             return value.sym_num.node.hint
-        if isinstance(value, variables.UserMethodVariable) and hasattr(value.obj, "value"):
-            return types.MethodType(value.fn, value.obj.value)
+        if isinstance(value, variables.UserMethodVariable):
+            # torch 2.15 renamed it
+            owner = value.im_self if hasattr(value, "im_self") else value.obj
+            if hasattr(owner, "value"):
+                return types.MethodType(value.fn, owner.value)
         for known in ("value", "fn"):
             # objects and functions from outside
             if value.source is not None and hasattr(value, known):
