@@ -39,7 +39,7 @@ timed = @echo "== $(1)"; begin=$$(date +%s); $(2); status=$$?; \
 .PHONY: demo wheel release test test-all test-cpu test-sim test-sim-if-needed test-gpu test-engines plan-rows lint docs venv $(TORCHES:%=test-torch-%) \
 	$(TRANSFORMERS:%=test-transformers-%)
 # of docs/support.md
-TORCHES := 2.9.1 2.14.1
+TORCHES := 2.9.1 2.15.0
 # of docs/integrations.md
 TRANSFORMERS := 5.17.0 5.24.0
 OF_TRANSFORMERS := tests/cpu/integrations/test_transformers_*.py

@@ -19,7 +19,7 @@ from flash_mask_cute.runtime.checks import brief
 
 __all__ = ["Ran", "kernels_run", "register", "sdpa"]
 
-_TRIED = "torch 2.11 to 2.14"
+_TRIED = "torch 2.11 to 2.15"
 _registered: set[str] = set()
 
 
