@@ -10,6 +10,7 @@ Of a function with the mark `daily`, each share has some cases: those whose turn
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,6 +32,29 @@ class Deal(NamedTuple):
 # takes ten times as long as running it. There are as many shares as leave time for daily cases.
 ON_SIMULATOR = Deal(36, together=4)
 ALL = Deal(1)
+
+
+class Draws(NamedTuple):
+    """What a module draws, in its variable DRAWN: so many, of a seed, by default of the day. What
+    fails is printed as the command that runs it again (`tests/conftest.py`). most: -1 of all."""
+
+    name: str
+    most: int
+    seed: int
+    what: str
+
+    @classmethod
+    def of(cls, name: str, most: int, seed: int | None = None, what: str = "DRAWS") -> Draws:
+        """By variables FLASH_MASK_name_what, a number or "all", and FLASH_MASK_name_SEED."""
+        given = os.environ.get(f"FLASH_MASK_{name}_{what}", str(most))
+        today = int(time.time()) // 86400 if seed is None else seed
+        number = int(os.environ.get(f"FLASH_MASK_{name}_SEED", today))
+        return cls(name, -1 if given == "all" else int(given), number, what)
+
+    def __str__(self) -> str:
+        most = "all" if self.most < 0 else self.most
+        name = f"FLASH_MASK_{self.name}"
+        return f"{name}_SEED={self.seed} {name}_{self.what}={most}"
 
 
 def seed() -> int | None:

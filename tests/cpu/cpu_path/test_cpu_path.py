@@ -8,11 +8,11 @@ import pytest
 import torch
 from cases import BF16, FP32, FP64, MASK_CASES, QUICK_CASES, Case
 from cpu_calls import WRONG_VERDICTS, WRONG_WALKS, cpu_call_of, patch_results
+from eager import assert_close_to_oracle
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_inputs
 from oracle import reference_attention
 from random_cases import random_case, random_mask_case
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.block_info import BlockInfo
