@@ -10,6 +10,7 @@ Of a function with the mark `daily`, each share has some cases: those whose turn
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,8 +31,10 @@ class Deal(NamedTuple):
 
 # Of the tests that run kernels on the software GPU. Neighbours share kernels, and compiling one
 # takes ten times as long as running it. There are as many shares as leave time for daily cases.
-ON_SIMULATOR = Deal(36, together=4)
-ALL = Deal(1)
+ON_SIMULATOR = Deal(48, together=4)
+# Of other tests, those in folders of mods and of torch's doors: most of them trace or compile.
+HALVES = re.compile(r"cpu/(autograd|flex|integrations|mods)/")
+HALF, ALL = Deal(2), Deal(1)
 
 
 class Draws(NamedTuple):
@@ -82,7 +85,9 @@ def deal_of(item: pytest.Item) -> Deal:
     mark = item.get_closest_marker("shares")
     if mark is not None:
         return Deal(*mark.args)
-    return ON_SIMULATOR if "simulator" in getattr(item, "fixturenames", ()) else ALL
+    if "simulator" in getattr(item, "fixturenames", ()):
+        return ON_SIMULATOR
+    return HALF if HALVES.search(item.nodeid) else ALL
 
 
 def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:

@@ -116,6 +116,7 @@ def test_all_attentions_see_the_same(
 # -- loss curves --------------------------------------------------------------------------------
 
 
+@pytest.mark.shares(2)
 def test_curves_differ_by_the_rounding_of_lse_only(
     training: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

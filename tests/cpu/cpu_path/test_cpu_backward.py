@@ -70,16 +70,19 @@ def check_exactly(
     assert_gradients_close(gradients, inputs, dout, dlse, rtol=rtol)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES, ids=lambda case: case.id)
 def test_tile_walk_against_autograd(case: Case) -> None:
     check_exactly(case, (64, 48), case.group)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("case", QUICK_CASES[::2] + MASK_CASES[::2], ids=lambda case: case.id)
 def test_tiles_of_a_kernel_against_autograd(case: Case) -> None:
     check_exactly(case, (128, 128))
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_fuzzed_feature_pairs(seed: int) -> None:
     rng = random.Random(seed)
@@ -87,6 +90,7 @@ def test_fuzzed_feature_pairs(seed: int) -> None:
     check_exactly(case, rng.choice(((64, 128), (128, 64))), case.group if case.pack_gqa else 1)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("seed", range(30))
 def test_fuzzed_masks(seed: int) -> None:
     rng = random.Random(seed)
@@ -95,6 +99,7 @@ def test_fuzzed_masks(seed: int) -> None:
     check_exactly(case, tile, rng.choice((1, case.group)))
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("has_dlse", [False, True], ids=["dout", "dout+dlse"])
 @pytest.mark.parametrize("case", QUICK_CASES[::6] + MASK_CASES[::4], ids=lambda case: case.id)
 def test_from_the_forward_by_the_rule(case: Case, has_dlse: bool) -> None:

@@ -56,6 +56,7 @@ def check(outputs: GuardedOutputs, inputs: Inputs) -> None:
     assert_close_to_oracle(outputs.out, outputs.lse, inputs, lse_atol=lse_atol, unused_rows=False)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("tile", [(128, 128), (64, 48)], ids=["128x128", "64x48"])
 @pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES, ids=lambda case: case.id)
 def test_tile_walk_against_oracle(case: Case, tile: tuple[int, int]) -> None:

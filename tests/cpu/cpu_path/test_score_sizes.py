@@ -63,6 +63,7 @@ def check(given: TrainedInputs) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(case: Case, name: str) -> None:
