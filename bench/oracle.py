@@ -1,4 +1,4 @@
-"""Attention of one head in torch: the arithmetic of the gates, and of the oracles of the tests.
+"""Attention in torch: the arithmetic of the gates, and of the oracles of the tests.
 
 It is told scores and nothing of masks, and nothing here uses the package that is measured.
 """
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Attention(NamedTuple):
-    """out (rows, d_v) in the dtype of v; lse (rows,) and probabilities (rows, keys) in that of the
-    scores."""
+    """out (..., rows, d_v) in the dtype of v; lse (..., rows) and probabilities (..., rows, keys)
+    in that of the scores."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -21,21 +21,21 @@ class Attention(NamedTuple):
 
 
 def attend(scores: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None) -> Attention:
-    """Of scores (rows, keys) of any size, -inf where hidden, and v (keys, d_v); keys may be 0.
-    sink: a key without a value, () or (rows, 1). Rows without a term are 0, with an LSE of -inf and
-    gradients of 0."""
+    """Of scores (..., rows, keys) of any size, -inf where hidden, and v (..., keys, d_v); keys may
+    be 0. sink: a key without a value, () or (..., rows, 1). Rows without a term are 0, with an LSE
+    of -inf and gradients of 0."""
     import torch
 
     terms = scores
-    if sink is not None or not scores.shape[1]:
+    if sink is not None or not scores.shape[-1]:
         first = scores.new_tensor(-torch.inf) if sink is None else sink.to(scores.dtype)
-        terms = torch.cat([first.expand(len(scores), 1), scores], dim=1)
-    empty = terms.isneginf().all(dim=1)
-    largest = terms.detach().amax(dim=1).masked_fill(empty, 0.0)
+        terms = torch.cat([first.expand(*scores.shape[:-1], 1), scores], dim=-1)
+    empty = terms.isneginf().all(dim=-1)
+    largest = terms.detach().amax(dim=-1).masked_fill(empty, 0.0)
     # torch.logsumexp takes its derivative from its result, which may be too large for that
-    shifted = terms - largest[:, None]
-    log_total = torch.exp(shifted).sum(dim=1).masked_fill(empty, 1.0).log()
-    of_keys = shifted[:, terms.shape[1] - scores.shape[1] :]
-    probabilities = torch.exp(of_keys - log_total[:, None])
+    shifted = terms - largest[..., None]
+    log_total = torch.exp(shifted).sum(dim=-1).masked_fill(empty, 1.0).log()
+    of_keys = shifted[..., terms.shape[-1] - scores.shape[-1] :]
+    probabilities = torch.exp(of_keys - log_total[..., None])
     lse = (largest + log_total).masked_fill(empty, -torch.inf)
     return Attention(probabilities.to(v.dtype) @ v, lse, probabilities)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     dropped = {item.nodeid for item in left_out}
     items[:] = [item for item in items if item.nodeid not in dropped]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A drawn call that fails is printed as the command that makes it again."""
+    report = yield
+    drawn = getattr(getattr(item, "module", None), "DRAWN", None)
+    if isinstance(drawn, drawn_share.Draws) and report.failed:
+        again = f"{drawn} {drawn_share.SEED}=all python -m pytest '{item.nodeid}'"
+        report.sections.append(("drawn: run it again", again))
+    return report
 
 
 @lru_cache

@@ -10,6 +10,8 @@ Of a function with the mark `daily`, each share has some cases: those whose turn
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,8 +31,33 @@ class Deal(NamedTuple):
 
 # Of the tests that run kernels on the software GPU. Neighbours share kernels, and compiling one
 # takes ten times as long as running it. There are as many shares as leave time for daily cases.
-ON_SIMULATOR = Deal(36, together=4)
-ALL = Deal(1)
+ON_SIMULATOR = Deal(48, together=4)
+# Of other tests, those in folders of mods and of torch's doors: most of them trace or compile.
+HALVES = re.compile(r"cpu/(autograd|flex|integrations|mods)/")
+HALF, ALL = Deal(2), Deal(1)
+
+
+class Draws(NamedTuple):
+    """What a module draws, in its variable DRAWN: so many, of a seed, by default of the day. What
+    fails is printed as the command that runs it again (`tests/conftest.py`). most: -1 of all."""
+
+    name: str
+    most: int
+    seed: int
+    what: str
+
+    @classmethod
+    def of(cls, name: str, most: int, seed: int | None = None, what: str = "DRAWS") -> Draws:
+        """By variables FLASH_MASK_name_what, a number or "all", and FLASH_MASK_name_SEED."""
+        given = os.environ.get(f"FLASH_MASK_{name}_{what}", str(most))
+        today = int(time.time()) // 86400 if seed is None else seed
+        number = int(os.environ.get(f"FLASH_MASK_{name}_SEED", today))
+        return cls(name, -1 if given == "all" else int(given), number, what)
+
+    def __str__(self) -> str:
+        most = "all" if self.most < 0 else self.most
+        name = f"FLASH_MASK_{self.name}"
+        return f"{name}_SEED={self.seed} {name}_{self.what}={most}"
 
 
 def seed() -> int | None:
@@ -58,7 +85,9 @@ def deal_of(item: pytest.Item) -> Deal:
     mark = item.get_closest_marker("shares")
     if mark is not None:
         return Deal(*mark.args)
-    return ON_SIMULATOR if "simulator" in getattr(item, "fixturenames", ()) else ALL
+    if "simulator" in getattr(item, "fixturenames", ()):
+        return ON_SIMULATOR
+    return HALF if HALVES.search(item.nodeid) else ALL
 
 
 def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:

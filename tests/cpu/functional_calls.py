@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import FP32, FP64, Case
-from gradient_oracle import make_output_gradients
-from inputs import Inputs, make_inputs
+from inputs import Inputs, make_inputs, make_output_gradients
 from torch import Tensor
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func

@@ -9,8 +9,8 @@ import pytest
 import torch
 from bwd_calls import NAN, bwd_keywords, square_scores, square_scores_bwd
 from cases import FP32, MASK_CASES, QUICK_CASES, Case
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import Inputs, make_inputs
+from eager import assert_gradients_close
+from inputs import Inputs, make_inputs, make_output_gradients
 from torch import Tensor
 
 from flash_mask_cute.call.settings import BwdConfig
@@ -34,6 +34,7 @@ def check_on_cpu(
 # -- results on the CPU -------------------------------------------------------------------------
 
 
+@pytest.mark.shares(2)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", QUICK_CASES[1::5] + MASK_CASES[::4], ids=lambda case: case.id)
 def test_against_oracle(case: Case) -> None:

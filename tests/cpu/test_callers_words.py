@@ -37,6 +37,7 @@ def test_an_index_past_a_captured_tensor_of_a_call_over_a_cache(appends: bool) -
         flash_attn_with_kvcache(Q[:, :1], *cache, **new, score_mod=biased)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("kind", ["score_mod", "mask_mod", "made inside", "over a cache"])
 def test_an_index_past_a_captured_tensor_of_a_compiled_call(kind: str) -> None:
     per_key, others = torch.zeros(4), torch.zeros(8)

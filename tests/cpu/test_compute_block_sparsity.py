@@ -118,7 +118,7 @@ def assert_canonical(lists: BlockSparseTensorsTorch) -> None:
             assert not any(row[count:])
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("block", [(128, 128), (64, 80), (192, 16), (1000, 1)], ids=str)
@@ -280,6 +280,7 @@ def test_sampling_is_exact_for_monotone_masks(name: str, block: int) -> None:
     assert torch.equal(sampled_states(mod, *shape, block), expected)
 
 
+@pytest.mark.shares(3)
 def test_sampling_sees_five_points_only() -> None:
     """A stripe that misses the corners and the centre does not exist for it."""
 
@@ -321,7 +322,7 @@ def table_mod(rank: int, dtype: type[cutlass.Numeric]) -> Any:
     return mod
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.parametrize(
     ("dtype", "rank"),
     [

@@ -71,6 +71,7 @@ def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
     assert answer.last == "what works here:    calls on CPU tensors"
 
 
+@pytest.mark.shares(3)
 def test_a_machine_without_numpy() -> None:
     """torch warns of it when it is imported; the doctor needs none. `ask` wants an empty stderr."""
     assert ask("off", "sys.modules['numpy'] = None").code == 0

@@ -43,6 +43,7 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load_example(path, monkeypatch)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
 def test_runs_without_a_gpu(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -76,6 +77,7 @@ def test_decoding_over_a_cache_in_fp8(
         module.main("--fp8")
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize(
     ("part", "gate"), [("teacher_of", "dense twin"), ("flash_attn_with_kvcache", "decoding")]
 )
@@ -128,6 +130,7 @@ def test_runs_on_the_software_gpu_and_notices_a_wrong_result(name: str) -> None:
     assert child.returncode == 1
 
 
+@pytest.mark.shares(2)
 def test_says_what_is_missing_in_place_of_a_gpu(tmp_path: Path) -> None:
     """Examples without the checkout, and a machine without a C compiler."""
     alone = tmp_path / "examples"
@@ -138,6 +141,7 @@ def test_says_what_is_missing_in_place_of_a_gpu(tmp_path: Path) -> None:
     assert child.returncode == 1 and "there is no gcc on the PATH" in child.stderr
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
 def test_ends_with_an_error_if_the_result_is_wrong(
     path: Path, monkeypatch: pytest.MonkeyPatch

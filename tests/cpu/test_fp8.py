@@ -155,7 +155,7 @@ def test_autocast_leaves_the_codes() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.shares(6)
+@pytest.mark.shares(12)
 def test_explained() -> None:
     call = make_call(Fp8Case("explained", 64, lengths=(700, 40), capacity=704, page_size=16))
     said = explain(call.q, *call.codes, **call.keywords, **call.descales)

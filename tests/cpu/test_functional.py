@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP64, Case
+from eager import assert_close_to_oracle, assert_gradients_close
 from functional_calls import (
     FEATURES,
     LENGTHS,
@@ -24,11 +25,9 @@ from functional_calls import (
     rows_below,
     run,
 )
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import make_inputs
+from inputs import make_inputs, make_output_gradients
 from launch_recorder import Recorder
 from planned import arguments_of
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import (

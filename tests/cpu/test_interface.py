@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, FP64, Case
+from eager import assert_close_to_oracle
 from inputs import make_inputs
 from launch_recorder import Recorder
 from mask_cases import MASK_MODS
 from planned import arguments_of, forward_call, planned
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import flash_mask_cute

@@ -69,6 +69,7 @@ def fault(call: Callable[..., Any], given: dict[str, Any], names: list[str]) -> 
     return f"{names}: accepted"
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize(("function", "way", "by_operator"), CALLS)
 def test_junk_is_refused_by_name(function: Callable[..., Any], way: str, by_operator: bool) -> None:
     make, call = WAYS[function][way], caller_of(function, by_operator)

@@ -167,6 +167,7 @@ def append(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, used: Tensor, out: Te
     return found + before
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_call_writes_it(backend: str) -> None:
     torch.manual_seed(0)
@@ -177,6 +178,7 @@ def test_a_compiled_call_writes_it(backend: str) -> None:
     assert torch.allclose(out, expected) and torch.allclose(found, expected + 2)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_append_writes_it(backend: str) -> None:
     torch.manual_seed(0)

@@ -33,6 +33,7 @@ SNIPPETS = [
 ]
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("code", SNIPPETS)
 def test_a_snippet_runs_without_a_gpu(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

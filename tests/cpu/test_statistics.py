@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
 from cases import FP32, FP64, Case
+from drawn_share import Draws
 from inputs import make_inputs
-from statistics_oracle import NAMES, Wanted, assert_right, draw_case, draw_wanted
+from statistics_cases import STATISTICS, Wanted, assert_right, draw_case, draw_wanted
 
 import flash_mask_cute
 from flash_mask_cute import (
@@ -25,11 +25,11 @@ from flash_mask_cute.call.arguments import AttentionCall, Tensors
 from flash_mask_cute.call.statistics import StatisticsRequest, plan_statistics
 from flash_mask_cute.runtime.target import Target
 
+DRAWN = Draws.of("STATISTICS", 40, 0)
+
 # p has the rounding error of an fp32 LSE, up to 20 here, and results that of fp32 sums
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 # 2,000 in a run of all, FLASH_MASK_STATISTICS_DRAWS=2000; they differ by a seed
-DRAWS = int(os.environ.get("FLASH_MASK_STATISTICS_DRAWS", "40"))
-SEED = int(os.environ.get("FLASH_MASK_STATISTICS_SEED", "0"))
 
 MASKED: dict[str, dict[str, Any]] = {
     "full": {},
@@ -64,18 +64,19 @@ def run(name: str, *operands: Any, **keywords: Any) -> Any:
     return getattr(flash_mask_cute, name)(*operands, **keywords)
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.parametrize("block_size", [(1, 128), (64, 64)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("masked", MASKED)
 def test_right(masked: str, form: str, block_size: tuple[int, int]) -> None:
     case = Case(f"{masked}-{form}", **({"head_dim": 32} | FORMS[form] | MASKED[masked]))
-    assert_right(run, make_inputs(case), Wanted(NAMES, block_size), **TOLERANCE)
+    assert_right(run, make_inputs(case), Wanted(STATISTICS, block_size), **TOLERANCE)
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.shares(8)
+@pytest.mark.parametrize("number", range(DRAWN.most))
 def test_drawn(number: int) -> None:
-    rng = random.Random(f"statistics {SEED} {number}")
+    rng = random.Random(f"statistics {DRAWN.seed} {number}")
     assert_right(run, make_inputs(draw_case(rng)), draw_wanted(rng), **TOLERANCE)
 
 
@@ -86,12 +87,12 @@ def test_lse_of_the_forward(kind: str) -> None:
     ends = torch.tensor([0, 30, 100], dtype=torch.int32)
     if kind == "packed":
         _, lse = flash_attn_varlen_func(q, k, v, ends, ends, causal=True, return_lse=True)
-        given: Any = (q, k, lse, NAMES, ends, ends)
+        given: Any = (q, k, lse, STATISTICS, ends, ends)
         found = attention_statistics_varlen(*given, max_seqlen_k=70, causal=True)
     else:
         q, k, v = q[None], k[None], v[None]
         _, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
-        found = attention_statistics(q, k, lse, NAMES, causal=True)
+        found = attention_statistics(q, k, lse, STATISTICS, causal=True)
     ones = torch.full_like(found.block_sums.sum(-1), 2.0)
     torch.testing.assert_close(found.block_sums.sum(-1), ones)
     torch.testing.assert_close(found.key_sums.sum(), torch.tensor(400.0))
@@ -118,8 +119,10 @@ def test_masks_of_torch_and_builders() -> None:
         return score + 0.1 * (q_idx - kv_idx)
 
     _, lse = flash_attn_func(q, k, k, startend_row_indices=mask, score_mod=bias, return_lse=True)
-    by_columns = attention_statistics(q, k, lse, NAMES, startend_row_indices=mask, score_mod=bias)
-    by_mod = attention_statistics(q, k, lse, NAMES, mask_mod=document, score_mod=bias)
+    by_columns = attention_statistics(
+        q, k, lse, STATISTICS, startend_row_indices=mask, score_mod=bias
+    )
+    by_mod = attention_statistics(q, k, lse, STATISTICS, mask_mod=document, score_mod=bias)
     for x, y in zip(by_columns, by_mod, strict=True):
         torch.testing.assert_close(x, y)
     torch.testing.assert_close(by_mod.key_sums.sum(), torch.tensor(120.0))
@@ -146,7 +149,7 @@ def test_keys_in_common(shared: str) -> None:
 @pytest.mark.parametrize("lengths", [(0, 40), (40, 0)])
 def test_nothing_to_reduce(lengths: tuple[int, int]) -> None:
     q, k = torch.randn(2, lengths[0], 2, 16), torch.randn(2, lengths[1], 2, 16)
-    found = attention_statistics(q, k, torch.zeros(2, 2, lengths[0]), NAMES)
+    found = attention_statistics(q, k, torch.zeros(2, 2, lengths[0]), STATISTICS)
     assert found.key_sums.shape == (2, 2, lengths[1]) and found.entropy.shape == (2, 2, lengths[0])
     assert all((x == 0).all() for x in found)
 
@@ -154,7 +157,7 @@ def test_nothing_to_reduce(lengths: tuple[int, int]) -> None:
 def test_no_gradient() -> None:
     q, k = (torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(2))
     lse = flash_attn_func(q, k, k, return_lse=True)[1]
-    found = attention_statistics(q, k, lse, NAMES)
+    found = attention_statistics(q, k, lse, STATISTICS)
     assert not any(x.requires_grad for x in found)
     lse.sum().backward()
 

@@ -116,6 +116,7 @@ def test_all_attentions_see_the_same(
 # -- loss curves --------------------------------------------------------------------------------
 
 
+@pytest.mark.shares(2)
 def test_curves_differ_by_the_rounding_of_lse_only(
     training: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,7 @@ def answers_in_a_row(training: ModuleType) -> Any:
     )
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize(
     ("task", "builder", "wrong"),
     [
@@ -190,6 +192,7 @@ def test_a_wrong_mask_gives_another_curve(
 # -- command line -------------------------------------------------------------------------------
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_compare(
     training: ModuleType,
@@ -205,6 +208,7 @@ def test_compare(
     assert "bit for bit" not in said
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_a_peer_without_rounding_changes_no_verdict(
     training: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: str

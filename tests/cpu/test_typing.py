@@ -81,6 +81,7 @@ def told(output: str) -> dict[int, str]:
     return found
 
 
+@pytest.mark.shares(3)
 def test_mypy_of_a_user(tmp_path: Path) -> None:
     """Strict. Of an installed package mypy tells no errors either, which `silent` stands for."""
     (tmp_path / "sample.py").write_text(SAMPLE)

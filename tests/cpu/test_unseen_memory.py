@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import FP32, Case
+from eager import assert_close_to_oracle
 from inputs import Inputs, make_inputs
 from planned import planned
-from tolerances import assert_close_to_oracle
 from unseen_memory import (
     EMPTY_CASES,
     UNUSED_CASES,

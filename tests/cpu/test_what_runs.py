@@ -17,6 +17,9 @@ from simulator_needed import READ, changed_files, verdict
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = """
 import pytest
+from drawn_share import Draws
+
+DRAWN = Draws.of("SAMPLE", 3, 8)
 
 @pytest.mark.shares(3)
 @pytest.mark.parametrize("i", range(7))
@@ -43,6 +46,7 @@ def test_daily(simulator, i):
 
 def test_quick():
     print("quick")
+    assert False
 """.replace("SHARES", str(ON_SIMULATOR.shares))
 
 
@@ -60,19 +64,22 @@ def run(folder: Path, seed: str, *arguments: str) -> tuple[list[str], str]:
     return ran, done.stdout + done.stderr
 
 
-def test_a_seed_draws_a_share_and_says_so(tmp_path: Path) -> None:
+def test_a_seed_draws_a_share_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran, said = run(tmp_path, "5")
     assert f"FLASH_MASK_SIM_SEED=5 draws one share of {ON_SIMULATOR.shares}" in said
     kinds = ("slow", "kernel", "daily", "quick")
     counts = {kind: sum(x.startswith(kind) for x in ran) for kind in kinds}
     assert counts["slow"] in (2, 3), ran
     assert [counts[kind] for kind in kinds[1:]] == [4, 2, 1], ran
+    again = "FLASH_MASK_SAMPLE_SEED=8 FLASH_MASK_SAMPLE_DRAWS=3 FLASH_MASK_SIM_SEED=all"
+    assert f"{again} python -m pytest 'test_sample.py::test_quick'" in said
     named, _ = run(tmp_path, "5", "test_sample.py::test_slow")
     assert len(named) == 7, "who names a test gets it"
-    everything, _ = run(tmp_path, "all")
-    assert len(everything) == 7 + 2 + ON_SIMULATOR.shares * 4 + 7 + 1
-    _, said = run(tmp_path, "today")
-    assert "FLASH_MASK_SIM_SEED=today is neither a number nor 'all'" in said
+    monkeypatch.setenv(drawn_share.SEED, "all")
+    assert drawn_share.seed() is None, "which leaves nothing out"
+    monkeypatch.setenv(drawn_share.SEED, "today")
+    with pytest.raises(pytest.UsageError, match="=today is neither a number nor 'all'"):
+        drawn_share.seed()
 
 
 @pytest.mark.parametrize("deal", [Deal(1), Deal(3), Deal(20, together=4)])

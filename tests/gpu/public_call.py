@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from eager import assert_close_to_oracle
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.interface import _flash_attn_fwd

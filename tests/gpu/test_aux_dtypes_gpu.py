@@ -10,9 +10,9 @@ import pytest
 import torch
 from aux_dtypes import CASES, make_all_dtypes, visible_of
 from cases import Case
-from gradient_oracle import make_output_gradients
+from eager import assert_close_to_oracle
+from inputs import make_output_gradients
 from test_functional_gpu import arguments_of, run_and_check_gradients
-from tolerances import assert_close_to_oracle
 from trained_mods import assert_aux_gradients_close
 
 from flash_mask_cute import create_block_mask

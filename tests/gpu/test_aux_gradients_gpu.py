@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FP16, Case
-from gradient_oracle import make_output_gradients
+from inputs import make_output_gradients
 from test_functional_gpu import arguments_of, run_and_check_gradients
 from torch import Tensor
 from trained_mods import (

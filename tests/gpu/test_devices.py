@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cases import FP32, Case
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import Inputs, make_inputs
+from eager import assert_close_to_oracle, assert_gradients_close
+from inputs import Inputs, make_inputs, make_output_gradients
 from test_block_lists import documents
 from test_functional_gpu import arguments_of, check
-from tolerances import assert_close_to_oracle
 
 from flash_mask_cute import ColumnMask, create_block_mask, flash_attn_func
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FP16, Case
-from gradient_oracle import make_output_gradients
+from inputs import make_output_gradients
 from planned import call_of, planned
 from public_call import check, forward
 from test_aux_gradients_gpu import check as check_gradients

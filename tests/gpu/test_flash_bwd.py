@@ -19,9 +19,9 @@ from cases import (
     MASK_CASES,
     Case,
 )
-from gradient_oracle import assert_gradients_close, make_output_gradients
+from eager import assert_gradients_close
 from guarded_outputs import GuardedOutputs
-from inputs import Inputs, make_inputs
+from inputs import Inputs, make_inputs, make_output_gradients
 from random_cases import random_case, random_mask_case
 from torch import Tensor
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import BF16, CASES, FP32, Case
+from eager import assert_close_to_oracle
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_growing_inputs, make_inputs
 from public_call import check, check_replay, forward
 from random_cases import random_case
-from tolerances import assert_close_to_oracle
 
 import flash_mask_cute
 from flash_mask_cute.interface import _flash_attn_fwd

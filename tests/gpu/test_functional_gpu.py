@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, FP64, Case
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import Inputs, make_inputs
-from tolerances import assert_close_to_oracle
+from eager import assert_close_to_oracle, assert_gradients_close
+from inputs import Inputs, make_inputs, make_output_gradients
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, DOCUMENT_CASES, MASK_BITS_CASES, MASK_BITS_VARLEN_CASES, MASK_CASES, Case
+from eager import assert_close_to_oracle
 from inputs import Inputs, make_inputs
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
 from public_call import check, check_replay, forward
 from random_cases import random_mask_case
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 import flash_mask_cute

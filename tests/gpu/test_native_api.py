@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case
+from eager import assert_close_to_oracle
 from inputs import make_inputs
-from tolerances import assert_close_to_oracle
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import BF16, FP16, FP32, Case
-from gradient_oracle import make_output_gradients
+from eager import assert_close_to_oracle
+from inputs import make_output_gradients
 from score_tables import LOWEST, TABLES, make_tabled
 from test_functional_gpu import arguments_of, run_and_check_gradients
-from tolerances import assert_close_to_oracle
 from trained_mods import assert_aux_gradients_close
 
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd

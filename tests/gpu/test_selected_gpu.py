@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from drawn_selections import Drawn, dense_attention, draw, regroup
+from drawn_share import Draws
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -19,10 +19,11 @@ from flash_mask_cute import (
     flash_attn_with_kvcache,
 )
 
+DRAWN = Draws.of("SELECTED", 48, 0)
+
 pytestmark = pytest.mark.gpu
 
 # FLASH_MASK_SELECTED_DRAWS=2000: once, for a change of the kernels
-DRAWS = int(os.environ.get("FLASH_MASK_SELECTED_DRAWS", "48"))
 # with kernels of their own, which take longer to compile than many draws to run
 KINDS = 24
 HEAD_DIMS = 64, 128
@@ -53,7 +54,7 @@ def results_of(function: Any, drawn: Drawn) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize("seed", range(DRAWN.most))
 def test_draws(seed: int) -> None:
     kind = seed % KINDS
     drawn = draw(seed, HEAD_DIMS[kind % len(HEAD_DIMS)], (4, 8, 16, 32, 64, 128), 600, kind)

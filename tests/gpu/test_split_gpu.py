@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Case
+from eager import assert_close_to_oracle
 from inputs import make_inputs
 from oracle import reference_attention
 from score_tables import TABLES, make_tabled
 from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase, take_chunks
-from tolerances import assert_close_to_oracle
 
 from flash_mask_cute.interface import _flash_attn_fwd
 

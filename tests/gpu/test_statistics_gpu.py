@@ -9,8 +9,15 @@ import pytest
 import torch
 from cases import Case
 from inputs import make_inputs
-from statistics_cases import CASES
-from statistics_oracle import NAMES, Wanted, arguments, assert_right, draw_case, draw_wanted
+from statistics_cases import (
+    CASES,
+    STATISTICS,
+    Wanted,
+    arguments,
+    assert_right,
+    draw_case,
+    draw_wanted,
+)
 
 import flash_mask_cute
 from flash_mask_cute import attention_statistics, flash_attn_func
@@ -56,7 +63,7 @@ def test_lse_of_the_forward_and_its_graph_stay() -> None:
         for heads in (8, 2, 2)
     )
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
-    found: Any = attention_statistics(q, k, lse, NAMES, causal=True)
+    found: Any = attention_statistics(q, k, lse, STATISTICS, causal=True)
     out.float().square().sum().backward()
     assert q.grad is not None
     torch.testing.assert_close(

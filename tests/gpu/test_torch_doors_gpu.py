@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import band, dense_attention, packed_attention
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from torch_oracle import band, dense_attention, packed_attention
 
 from flash_mask_cute.integrations.torch import kernels_run, register, sdpa
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import Case
+from eager import assert_close_to_oracle
 from inputs import Inputs, make_inputs
 from public_call import forward
 from test_flash_bwd import backward
-from tolerances import assert_close_to_oracle
 from unseen_memory import (
     EMPTY_CASES,
     UNUSED_CASES,

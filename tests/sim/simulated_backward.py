@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from conftest import ACTIVE_ARCH, SMS
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import Inputs
+from eager import assert_gradients_close
+from inputs import Inputs, make_output_gradients
 from planned import backward_call
 from quiet_runs import quiet_run
 from torch import Tensor

@@ -6,10 +6,10 @@ from types import ModuleType
 from typing import Any
 
 from conftest import ACTIVE_ARCH, SMS
+from eager import assert_close_to_oracle
 from inputs import Inputs
 from planned import call_of, planned
 from quiet_runs import quiet_run
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.call.arguments import AttentionCall

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import drawn_share
-import gradient_oracle
+import eager
 import mask_cases
 import pytest
 import simulated_backward
@@ -199,9 +199,9 @@ def cache_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for oracle in ("_float64_gradients", "eager_gradients"):
-        once = cached_once(getattr(gradient_oracle, oracle))
-        monkeypatch.setattr(gradient_oracle, oracle, once)
+    for oracle in ("reference_gradients", "eager_gradients"):
+        once = cached_once(getattr(eager, oracle))
+        monkeypatch.setattr(eager, oracle, once)
 
 
 def _islands(cycle: int, whole: int, cut: int) -> Callable[..., list[list[int]]]:

@@ -10,7 +10,7 @@ import torch
 from aux_dtypes import CASES, make_all_dtypes, plain_inputs, visible_of
 from cases import Case
 from conftest import ACTIVE_ARCH
-from gradient_oracle import make_output_gradients
+from inputs import make_output_gradients
 from quiet_runs import quiet_run
 from simulated_forward import run_sim
 from trained_mods import assert_aux_gradients_close

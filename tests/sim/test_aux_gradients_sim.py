@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from types import ModuleType
 from typing import Any
 
@@ -12,11 +10,12 @@ import torch
 from cases import Case
 from conftest import ACTIVE_ARCH, SMS
 from drawn_learned import draw_learned
-from gradient_oracle import assert_gradients_close, make_output_gradients
+from drawn_share import Draws
+from eager import assert_close_to_oracle, assert_gradients_close
+from inputs import make_output_gradients
 from planned import call_of, planned
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
-from tolerances import assert_close_to_oracle
 from trained_mods import (
     FAR_CASES,
     LINE_CASES,
@@ -29,8 +28,8 @@ from flash_mask_cute.call import tables as difference_tables
 from flash_mask_cute.call.prepare import prepared_fwd
 from flash_mask_cute.runtime.target import Target
 
-DRAWS = int(os.environ.get("FLASH_MASK_LEARNED_DRAWS", "1"))
-SEED = int(os.environ.get("FLASH_MASK_LEARNED_SEED", str(int(time.time() // 86400))))
+DRAWN = Draws.of("LEARNED", 1)
+
 DIMS = ((64, 64), (128, 128), (32, 32), (80, 80), (40, 40), (96, 64), (192, 128), (256, 256))
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
@@ -66,12 +65,12 @@ def test_every_block_of_sequences_without_keys(simulator: ModuleType, head_dim: 
     check(simulator, case, "key_bias", (1,), config={"skip_blocks": False})
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", range(DRAWN.most))
 def test_drawn(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Any masks and layouts, with tables of differences and without, in both directions."""
-    seed = SEED * 1000 + number
+    seed = DRAWN.seed * 1000 + number
     drawn = draw_learned(seed, DIMS if ACTIVE_ARCH == "sm_90a" else DIMS[:2])
-    print(f"FLASH_MASK_LEARNED_SEED={SEED}: {drawn.case}")
+    print(drawn.case)
     given = make_trained(drawn.case, drawn.recipe)
     if seed % 3:
         monkeypatch.setattr(difference_tables, "LEAST_SCORES", 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import FP32, Case
 from conftest import ACTIVE_ARCH
-from gradient_oracle import make_output_gradients
+from inputs import make_output_gradients
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim
 from trained_mods import (

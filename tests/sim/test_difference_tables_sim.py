@@ -9,12 +9,11 @@ import pytest
 import torch
 from cases import FP16, FP32, Case
 from conftest import ACTIVE_ARCH, SMS
-from gradient_oracle import make_output_gradients
-from inputs import Inputs
+from eager import assert_close_to_oracle
+from inputs import Inputs, make_output_gradients
 from planned import call_of, planned
 from quiet_runs import quiet_run
 from simulated_backward import launch_on_simulator
-from tolerances import assert_close_to_oracle
 from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
 
 from flash_mask_cute.call import tables as difference_tables

@@ -14,8 +14,8 @@ import simulated_backward
 from conftest import SMS
 from drawn_blackwell import DRAWS, Draw
 from drawn_cases import ROWS, Row
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import Inputs, make_inputs
+from eager import assert_gradients_close
+from inputs import Inputs, make_inputs, make_output_gradients
 from paged_inputs import paged
 from quiet_runs import quiet_run
 from simulated_backward import assert_same_bits, launch_on_simulator

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from cases import BF16, FP16, FP32, FP64, MASK_CASES, Case
 from conftest import ACTIVE_ARCH, HOPPER
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import make_inputs
+from eager import assert_gradients_close
+from inputs import make_inputs, make_output_gradients
 from quiet_runs import quiet_run
 from simulated_backward import (
     DELAY_SEEDS,

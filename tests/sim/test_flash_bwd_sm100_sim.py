@@ -7,8 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from cases import Case
-from gradient_oracle import make_output_gradients
-from inputs import make_inputs
+from inputs import make_inputs, make_output_gradients
 from simulated_backward import run_sim
 from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 from unseen_memory import NAN

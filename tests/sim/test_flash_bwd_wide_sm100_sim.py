@@ -8,8 +8,7 @@ import pytest
 import torch
 from cases import FP16, Case
 from drawn_blackwell import WIDE
-from gradient_oracle import make_output_gradients
-from inputs import make_inputs
+from inputs import make_inputs, make_output_gradients
 from simulated_backward import run_sim
 from trained_mods import assert_aux_gradients_close, make_trained
 from unseen_memory import NAN

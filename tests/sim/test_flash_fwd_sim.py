@@ -10,10 +10,10 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64, MASK_CASES, Case
 from conftest import ACTIVE_ARCH
+from eager import assert_close_to_oracle
 from inputs import make_inputs
 from quiet_runs import quiet_run
 from simulated_forward import DELAY_SEEDS, launch_on_simulator, run_sim
-from tolerances import assert_close_to_oracle
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 ARCH = ACTIVE_ARCH

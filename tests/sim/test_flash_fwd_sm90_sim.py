@@ -19,11 +19,11 @@ from cases import (
     MASK_BITS_VARLEN_CASES,
     Case,
 )
+from eager import assert_close_to_oracle
 from inputs import Inputs, make_growing_inputs, make_inputs
 from mask_cases import Extents, MaskRecipe, ScoreRecipe
 from recording import calls_of
 from simulated_forward import DELAY_SEEDS, launch_on_simulator, run_sim
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch

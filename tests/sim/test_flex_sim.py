@@ -15,8 +15,7 @@ from cases import Case
 from conftest import ACTIVE_ARCH
 from flex_catalogue import BY_NAME, DOCUMENTS, T5_BIAS, CatalogueMod, Extents
 from flex_oracle import dense_mask, scores_of_head
-from gradient_oracle import make_output_gradients
-from inputs import Inputs, make_inputs
+from inputs import Inputs, make_inputs, make_output_gradients
 from simulated_forward import launch_on_simulator, run_sim
 from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close

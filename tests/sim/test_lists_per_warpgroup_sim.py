@@ -10,8 +10,7 @@ import pytest
 import torch
 from cases import Case
 from dense_masks import DenseMasks
-from gradient_oracle import make_output_gradients
-from inputs import Inputs, make_inputs
+from inputs import Inputs, make_inputs, make_output_gradients
 from mask_cases import EMPTY, FULL, PARTIAL
 from planned import call_of, planned
 from simulated_backward import assert_same_bits

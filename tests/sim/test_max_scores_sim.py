@@ -9,11 +9,11 @@ import pytest
 import torch
 from cases import FP32, Case
 from conftest import ACTIVE_ARCH
+from eager import assert_close_to_oracle
 from inputs import Inputs, make_inputs
 from oracle import largest_scores
 from score_tables import make_tabled
 from simulated_forward import launch_on_simulator
-from tolerances import assert_close_to_oracle
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 

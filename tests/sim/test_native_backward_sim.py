@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 from cases import Case
+from eager import assert_gradients_close
 from example_modules import ROOT, load_example
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import make_inputs
+from inputs import make_inputs, make_output_gradients
 from quiet_runs import quiet_run
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]

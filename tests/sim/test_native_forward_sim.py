@@ -9,10 +9,10 @@ import pytest
 import torch
 from cases import Case
 from dense_masks import DenseMasks
+from eager import assert_close_to_oracle
 from example_modules import ROOT, load_example
 from inputs import Inputs, make_inputs
 from quiet_runs import quiet_run
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]

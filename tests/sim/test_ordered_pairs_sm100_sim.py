@@ -15,8 +15,8 @@ import pytest
 import simulated_backward
 import torch
 from cases import BF16, FP16, Case
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import make_inputs
+from eager import assert_gradients_close
+from inputs import make_inputs, make_output_gradients
 from quiet_runs import quiet_run
 from random_cases import small_case
 from shared_keys import CommonKeys

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -12,9 +10,10 @@ import pytest
 import torch
 from cases import FP32, Case
 from conftest import ACTIVE_ARCH, SMS
-from gradient_oracle import make_output_gradients
+from drawn_share import Draws
+from inputs import make_output_gradients
 from planned import call_of, planned
-from random_reads import SIZE, Draw, Language, RandomRead, dsl_language, torch_language
+from random_programs import READ_SIZE, RandomRead, ReadDraw, dsl_rules, torch_rules
 from simulated_backward import run_sim
 from torch import Tensor
 from trained_mods import TrainedRecipe, assert_aux_gradients_close, make_trained
@@ -23,47 +22,40 @@ from flash_mask_cute.call import tables as difference_tables
 from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.runtime.target import Target
 
+DRAWN = Draws.of("READ", 2)
+
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
-DRAWS = int(os.environ.get("FLASH_MASK_READ_DRAWS", "2"))
-SEED = int(os.environ.get("FLASH_MASK_READ_SEED", str(int(time.time() // 86400))))
 # heads of a group in one walk, several key blocks, cut and whole blocks
 CASE = Case("drawn", 2, 140, 150, 4, 2, head_dim=64, causal=True)
 
 
-def _number(i: Any) -> Any:
-    return (i * 5 + 3) % 9
-
-
-def _computed(language: Language) -> Language:
-    """Numbers that are computed and not looked up: a call has one tensor."""
-    return language._replace(look_up=_number)
+# Numbers are computed and not looked up: a call has one tensor.
+COMPUTED = {"number": lambda i, n: (i * 5 + 3) % 9}
 
 
 def recipe(drawn: RandomRead) -> TrainedRecipe:
     def cute(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        place = b[0], h[0], q[0], k[0]
-        return score + aux[-1][drawn.inside(_computed(dsl_language(None)), *place)]
+        rules = dsl_rules(None, (b[0], h[0], q[0], k[0]), None, None) | COMPUTED
+        return score + aux[-1][drawn.inside(rules)]
 
     def dense(score: Tensor, b: int, h: int, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
-        language = _computed(torch_language(torch.empty(0)))
-        index = drawn.inside(language, torch.tensor(b), torch.tensor(h), q, k)
-        return score + table[index.expand(score.shape)]
+        rules = torch_rules(score, (torch.tensor(b), torch.tensor(h), q, k), ()) | COMPUTED
+        return score + table[drawn.inside(rules).expand(score.shape)]
 
-    return TrainedRecipe(cute, dense, lambda x: [((SIZE,), FP32)])
+    return TrainedRecipe(cute, dense, lambda x: [((READ_SIZE,), FP32)])
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", range(DRAWN.most))
 @pytest.mark.parametrize("name", ["head", "key", "query", "difference", "other"])
 def test_drawn(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     """Differences also with tables of all differences, and with sums by difference."""
-    seeds = (seed for seed in range(SEED * 1000, SEED * 1000 + 10**6))
-    of_class = (seed for seed in seeds if Draw(seed).read().name == name)
+    seeds = (seed for seed in range(DRAWN.seed * 1000, DRAWN.seed * 1000 + 10**6))
+    of_class = (seed for seed in seeds if ReadDraw(seed).read().name == name)
     seed = next(seed for i, seed in enumerate(of_class) if i == number)
-    print(f"{name}: FLASH_MASK_READ_SEED={SEED}, seed {seed}")
-    given = make_trained(CASE, recipe(Draw(seed).read()))
+    given = make_trained(CASE, recipe(ReadDraw(seed).read()))
     dout, _ = make_output_gradients(given.inputs)
     orders = [False]
     if ACTIVE_ARCH == "sm_90a":

@@ -11,15 +11,14 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32, Case
 from conftest import ACTIVE_ARCH, HOPPER
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import Inputs
+from eager import assert_gradients_close, lse_tolerance
+from inputs import Inputs, make_output_gradients
 from planned import call_of
 from quiet_runs import quiet_run
 from score_tables import TABLES, make_tabled
 from simulated_backward import launch
 from simulated_forward import launch_on_simulator, run_on_simulator, run_sim
 from split_cases import TABLED_CASES, SplitCase, take_chunks
-from tolerances import lse_tolerance
 from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import ACTIVE_ARCH, HOPPER, SMS
 from devices import Device
+from eager import assert_as_good
 from mask_cases import MASK_MODS
 from planned import forward_call, planned
 from quiet_runs import quiet_run
@@ -20,7 +21,6 @@ from shared_keys_on_devices import (  # noqa: F401
     test_split_groups,
 )
 from simulated_forward import run_on_simulator
-from tolerances import assert_as_good
 from torch import Tensor
 from trained_mods import TRAINED_MODS
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Case
 from conftest import ACTIVE_ARCH, SMS
-from gradient_oracle import make_output_gradients
+from inputs import make_output_gradients
 from planned import planned
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim

@@ -10,8 +10,8 @@ import simulated_forward
 import torch
 from cases import FP16, FP32, Case
 from conftest import ACTIVE_ARCH, SMS
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import make_inputs
+from eager import assert_gradients_close
+from inputs import make_inputs, make_output_gradients
 from planned import planned
 from quiet_runs import quiet_run
 from simulated_backward import DELAY_SEEDS, launch_on_simulator, run_sim

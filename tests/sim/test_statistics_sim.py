@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from functools import partial
@@ -14,25 +13,25 @@ import slow_roles
 import torch
 from cases import Case
 from conftest import ACTIVE_ARCH, SMS
+from drawn_share import Draws
 from inputs import Inputs, make_inputs
 from quiet_runs import quiet_run
 from random_cases import small_case
 from slow_roles import launched, with_each_role_slow
-from statistics_cases import CASES
-from statistics_oracle import NAMES, Wanted, arguments, assert_right, draw_wanted
+from statistics_cases import CASES, STATISTICS, Wanted, arguments, assert_right, draw_wanted
 
 import flash_mask_cute
 from flash_mask_cute import attention_statistics
 from flash_mask_cute.call import second_walk, statistics
 from flash_mask_cute.runtime.target import Target
 
+DRAWN = Draws.of("STATISTICS", 4, 0)
+
 pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations", "on_simulator")]
 
 ARCH = "sm_90a"
 # of exponentials to base 2, of exponents that are rounded sums of fp32 products
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
-DRAWS = int(os.environ.get("FLASH_MASK_STATISTICS_DRAWS", "4"))
-SEED = int(os.environ.get("FLASH_MASK_STATISTICS_SEED", "0"))
 
 
 @pytest.fixture
@@ -58,15 +57,15 @@ def test_right(simulator: ModuleType, name: str) -> None:
     check(simulator, make_inputs(case), wanted)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STATISTICS)
 def test_each_alone(simulator: ModuleType, name: str) -> None:
     case = Case("alone", 1, 140, 200, 2, 1, 64, causal=True)
     check(simulator, make_inputs(case), Wanted((name,)))
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", range(DRAWN.most))
 def test_drawn(simulator: ModuleType, number: int) -> None:
-    rng = random.Random(f"statistics {SEED} {number}")
+    rng = random.Random(f"statistics {DRAWN.seed} {number}")
     case = replace(small_case(rng, ((64, 64), (128, 128), (72, 72)), 300), pack_gqa=None)
     check(simulator, make_inputs(case), draw_wanted(rng), rng.choice((None, 1, 2)))
 

@@ -13,19 +13,13 @@ import pytest
 import torch
 from cases import FP16, FP32, Case
 from conftest import ACTIVE_ARCH, SMS
-from inputs import Inputs, make_inputs
+from eager import Pair, assert_as_good_as_eager, eager_tangents, reference_tangents
+from inputs import Inputs, make_inputs, make_tangents
 from planned import call_of
 from quiet_runs import quiet_run
 from random_cases import small_case
 from simulated_forward import DELAY_SEEDS
 from slow_roles import SEED, add_islands, with_each_role_slow
-from tangent_oracle import (
-    Pair,
-    assert_as_good_as_eager,
-    eager_tangents,
-    make_tangents,
-    reference_tangents,
-)
 from torch import Tensor
 from unseen_memory import UNUSED_CASES, with_unused
 

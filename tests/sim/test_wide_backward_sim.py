@@ -7,8 +7,7 @@ from types import ModuleType
 
 import pytest
 from cases import FP32, Case
-from gradient_oracle import make_output_gradients
-from inputs import make_inputs
+from inputs import make_inputs, make_output_gradients
 from quiet_runs import quiet_run
 from simulated_backward import assert_same_bits, launch_on_simulator, run_hostile, run_sim
 from unseen_memory import NAN, with_empty, with_unused_gradients

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 DTYPES = (BF16, FP16, FP32, FP64)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("lower", [BF16, FP16])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from compiled_calls import MAX_GRAPHS, NEEDS_TORCH, TABLE, Draw, all_draws, draw, run
+from drawn_share import Draws
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
@@ -18,15 +17,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flash_mask_cute import builders, flash_attn_func, flex_attention
 from flash_mask_cute.runtime.constant_result import VERSION
 
-SEED = int(os.environ.get("FLASH_MASK_COMPILED_SEED", int(time.time()) // 86400))
-CALLS = os.environ.get("FLASH_MASK_COMPILED_CALLS", "4")
+DRAWN = Draws.of("COMPILED", 4, what="CALLS")
 
 
 def _draws() -> list[Draw]:
-    if CALLS == "all":
-        return all_draws(SEED)
-    rng = random.Random(SEED)
-    return [draw(rng) for _ in range(int(CALLS))]
+    if DRAWN.most < 0:
+        return all_draws(DRAWN.seed)
+    rng = random.Random(DRAWN.seed)
+    return [draw(rng) for _ in range(DRAWN.most)]
 
 
 def check(drawn: Draw) -> None:
@@ -34,16 +32,17 @@ def check(drawn: Draw) -> None:
     if needed > VERSION:
         pytest.skip(f"torch {VERSION} itself does not compile {drawn.row}")
     graphs = run(drawn)
-    assert graphs <= MAX_GRAPHS, f"{drawn} of seed {SEED} compiled {graphs} graphs"
+    assert graphs <= MAX_GRAPHS, f"{drawn} compiled {graphs} graphs"
 
 
 @pytest.mark.parametrize("number", range(len(_draws())))
 def test_drawn(number: int) -> None:
     drawn = _draws()[number]
-    print(f"seed {SEED}: {drawn}")
+    print(drawn)
     check(drawn)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize(
     "drawn",
     [

@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 import torch
 from cases import FP32, FP64, Case
-from inputs import Inputs, make_inputs
+from eager import Pair, assert_tangents_close, dual_results, reference_tangents
+from inputs import Inputs, make_inputs, make_tangents
 from planned import attend_of
 from random_cases import small_case
-from tangent_oracle import (
-    Pair,
-    assert_tangents_close,
-    dual_results,
-    make_tangents,
-    reference_tangents,
-)
 from torch import Tensor
 from torch.autograd import forward_ad
 from unseen_memory import EMPTY_CASES, UNUSED_CASES, with_unused
@@ -124,7 +118,7 @@ def _drawn(seed: int) -> Case | None:
     return replace(case, dtype=FP64, pack_gqa=None)
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(5)
 @pytest.mark.parametrize("part", range(10))
 def test_drawn_calls(part: int) -> None:
     """50 of 500 drawn calls, in float64, within what float32 leaves of LSE alone."""
@@ -260,6 +254,7 @@ def test_a_training_step_has_the_gradients_of_dense_attention() -> None:
     assert_same_gradient(torch.func.grad(meanflow_loss)(WEIGHTS, masked))
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_training_step(backend: str) -> None:
     torch._dynamo.reset()
@@ -267,6 +262,7 @@ def test_a_compiled_training_step(backend: str) -> None:
     assert_same_gradient(_gradient(loss))
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_tangents(backend: str) -> None:
     torch._dynamo.reset()

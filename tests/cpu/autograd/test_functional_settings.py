@@ -173,6 +173,7 @@ def test_what_has_no_fixed_order_is_refused_by_the_setting_too(
         flash_attn_func(*leaves(), score_mod=_biased, aux_tensors=[bias])
 
 
+@pytest.mark.shares(2)
 @WAYS
 @pytest.mark.parametrize("by_setting", [False, True])
 def test_gradients_of_aux_tensors_have_a_fixed_order(
@@ -287,6 +288,7 @@ def test_settings_of_the_backward_are_refused_in_the_forward(
         flash_attn_func(q, k, v, **settings)
 
 
+@pytest.mark.shares(2)
 def test_another_default_device() -> None:
     """What torch makes without a word is then not where the tensors are."""
 

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 # -- torch.compile ------------------------------------------------------------------------------
 
 
+@pytest.mark.shares(4)
 @by_id
 def test_compiled_equals_eager(case: Case) -> None:
     inputs = inputs_of(case)
@@ -210,6 +211,7 @@ def operator_arguments(case: Case) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.id)
 def test_opcheck(case: Case) -> None:
     arguments = operator_arguments(case)
@@ -289,6 +291,7 @@ def test_names_of_callables() -> None:
         name_of(lambda score, *_: score * held)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("kind", ["function", "object", "method", "made in the graph"])
 def test_compiled_callables(kind: str) -> None:
     q, k, v = qkv()

@@ -99,6 +99,7 @@ BACKWARDS = [
 ]
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("case", BACKWARDS, ids=lambda c: f"{c.mask}-{c.form}-{c.dtype}-{c.n_k}")
 def test_gate_of_gradients(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = peers.save_forward(case, make_tensors(case, "cpu", 2), 2)

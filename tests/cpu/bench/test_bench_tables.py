@@ -127,6 +127,7 @@ def test_nan_is_no_small_error() -> None:
 # -- gates ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", ["prefix_lm", "alibi", "relative_bias", "block_map"])
 def test_flex_calls_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """flex_attention, our own form of the same, and rows in float64; a wrong row is not timed."""
@@ -157,6 +158,7 @@ def damaged(call: Callable[[], Any], seen: list[int] = [0]) -> Callable[[], Any]
 MASKED = [x.name for x in NAMED if x.name not in ("alibi", "soft_cap", "t5_bias")]
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", MASKED)
 def test_masks_by_hand_are_those_of_the_mods(name: str) -> None:
     """By the mean of the values that a query sees, at a length that the windows do not cover."""
@@ -194,6 +196,7 @@ def test_a_wrong_choice_of_blocks_is_no_figure(monkeypatch: pytest.MonkeyPatch) 
     assert row["kind"] == "decode" and row["error"] < selected.ALLOWED
 
 
+@pytest.mark.shares(3)
 def test_a_training_step_of_an_indexer_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = selected.small([case for case in selected.CASES if case.trains])
     step = selected.Step.of(case, "cpu")

@@ -38,6 +38,7 @@ def largest_difference(rows: list[Json]) -> float:
     return max(float(((x - first) / first).abs().max()) for x in others)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.usefixtures("libraries")
 @pytest.mark.parametrize(
     ("task", "model"),

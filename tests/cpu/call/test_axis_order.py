@@ -115,6 +115,7 @@ def test_keys_alone_tell_and_errors_of_heads() -> None:
         flash_attn_func(torch.zeros(1, 5, 3, 8), *[torch.zeros(1, 5, 2, 8)] * 2)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["flex_attention", "sdpa", "register"])
 def test_functions_in_torchs_order_say_nothing(name: str, is_compiled: bool) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, FP64, Case
+from eager import assert_close_to_oracle
 from inputs import make_inputs
 from launch_recorder import Recorder
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute import explain, flash_attn_func, interface

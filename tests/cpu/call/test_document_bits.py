@@ -203,6 +203,7 @@ def test_what_a_backward_passes_on() -> None:
         assert torch.equal(rearrange(packed_rows, "h (b q) -> b h q", b=batch), rows)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.usefixtures("documents_packed", "attention_is_not_compiled")
 def test_launches_of_a_call_and_of_its_backward() -> None:
     """Packed where rows follow each other; explain says so."""

@@ -30,6 +30,7 @@ def test_the_code_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain.ptx == plain.sass == "" and plain.registers == found.registers
 
 
+@pytest.mark.shares(12)
 def test_a_kept_kernel_compiles_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     q, k, v = torch.randn(3, 1, 256, 2, 64, dtype=torch.bfloat16)
     explain(q, k, v, causal=True, target="sm_90a")

@@ -211,7 +211,7 @@ def test_documents_are_not_sequences() -> None:
 # -- who computes fixed splits ---------------------------------------------------------------------
 
 
-@pytest.mark.shares(6)
+@pytest.mark.shares(18)
 @pytest.mark.parametrize("queries", [1, 4, 64], ids="{}q".format)
 @pytest.mark.parametrize("in_pages", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=["fp8", "bf16"])

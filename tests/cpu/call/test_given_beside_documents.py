@@ -105,6 +105,7 @@ def test_largest_scores(form: str, batch: int, by_operator: bool, grad: bool) ->
     close(found, expected)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("number", range(24))
 def test_drawn_forwards(number: int) -> None:
     rng = random.Random(f"{SEED}-{number}")
@@ -122,6 +123,7 @@ def test_drawn_forwards(number: int) -> None:
     close(run(rng.choice(FORMS)), run("dense"))
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("number", range(24))
 def test_drawn_backwards(number: int) -> None:
     rng = random.Random(f"{SEED}-{number}-backward")

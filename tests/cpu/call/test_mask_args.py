@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, Case
+from eager import assert_close_to_oracle
 from inputs import make_inputs
 from launch_recorder import Recorder
 from mask_cases import MASK_MODS, SCORE_MODS
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 

@@ -317,6 +317,7 @@ def call_of_joined(told: str, causal: bool, lengths: tuple[list[int], list[int]]
     return given, visible
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("told", TOLD)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)

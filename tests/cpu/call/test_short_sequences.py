@@ -83,6 +83,7 @@ def test_costs_of_gradients() -> None:
             assert told.aux_gradients[0].cost == expected
 
 
+@pytest.mark.shares(5)
 @pytest.mark.parametrize("fields", [
     {"seqlen_q": 64, "seqlen_k": 64, "head_dim": 64},
     {"seqlen_q": 128, "seqlen_k": 128, "head_dim": 128},

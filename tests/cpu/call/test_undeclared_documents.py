@@ -82,6 +82,7 @@ def test_large_calls_look(
     assert not holds(indices.expand(1, heads, seqlen, vectors))
 
 
+@pytest.mark.shares(3)
 @pytest.mark.usefixtures("small_calls_count")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("is_tensor", [True, False])

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from eager import assert_close_to_oracle
 from inputs import Inputs, make_inputs
 from planned import call_of, planned
 from score_tables import TABLES, make_tabled
 from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase, take_chunks
-from tolerances import assert_close_to_oracle
 
 from flash_mask_cute.call import splits
 from flash_mask_cute.call.prepare import prepared_fwd

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, Case
-from gradient_oracle import assert_gradients_close, make_output_gradients
+from eager import assert_close_to_oracle, assert_gradients_close
+from inputs import make_output_gradients
 from score_tables import TABLES, make_tabled
-from tolerances import assert_close_to_oracle
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
@@ -63,6 +63,7 @@ def check(given: TrainedInputs) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(case: Case, name: str) -> None:

@@ -283,6 +283,7 @@ CHANGING: dict[str, tuple[str, Callable[[Any], Callable[..., Tensor]], tuple[Any
 }
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_number_that_changes_compiles_once_more(
     name: str, monkeypatch: pytest.MonkeyPatch

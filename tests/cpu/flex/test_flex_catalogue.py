@@ -45,7 +45,7 @@ def test_there_are_as_many_as_the_page_says() -> None:
     assert len(REFUSED) == 4
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @named
 def test_lowered_values_are_those_of_torch(row: CatalogueMod) -> None:
     made = row.make(GRID)
@@ -148,7 +148,7 @@ def check_against(
         assert_close(name, torch.zeros_like(right) if gradient is None else gradient, right)
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @named
 def test_attention_and_gradients(row: CatalogueMod) -> None:
     given = {row.kind.removesuffix("_mod"): row}
@@ -156,6 +156,7 @@ def test_attention_and_gradients(row: CatalogueMod) -> None:
         check_attention(extents, heads_kv, **given)
 
 
+@pytest.mark.shares(8)
 @pytest.mark.parametrize(
     ("score", "mask"),
     [

@@ -60,6 +60,7 @@ def _of_two(function: Of) -> Callable[[Draw], Mod]:
     return write
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_of_scores_and_of_captured_numbers(name: str) -> None:
     row = CatalogueMod(name, "score_mod", _of_two(FUNCTIONS[name]), is_trained=True)
@@ -90,6 +91,7 @@ def _of_rows(function: Of) -> Callable[[Draw], Mod]:
     return write
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_of_rows_and_tables(name: str) -> None:
     row = CatalogueMod(name, "score_mod", _of_rows(OF_ROWS[name]), is_trained=True)

@@ -78,6 +78,7 @@ def assert_like(found: Tensor, wanted: Tensor, inputs: tuple[Tensor, ...]) -> No
         assert torch.allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("mod", MODS)
 def test_our_lists_in_flex_attention(mod: Callable[..., Any]) -> None:
     lists = ours(mod)
@@ -91,6 +92,7 @@ def test_our_lists_in_flex_attention(mod: Callable[..., Any]) -> None:
     assert_like(compiled(q, k, v, block_mask=lists), wanted, (q, k, v))
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("make", [of_torch, ours])
 @pytest.mark.parametrize("mod", MODS)
 def test_lists_with_their_mod_in_our_functions(

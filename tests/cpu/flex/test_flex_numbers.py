@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from drawn_share import Draws
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 from torch_values import dense_attention
@@ -19,9 +19,9 @@ from flash_mask_cute import flash_attn_func
 from flash_mask_cute.flex import flex_attention, lower_mod
 from flash_mask_cute.lowering.simplify import BandForm
 
+DRAWN = Draws.of("NUMBERS", 160, 0)
+
 Mod = Callable[..., Any]
-FIRST_SEED = int(os.environ.get("FLASH_MASK_NUMBERS_SEED", "0"))
-DRAWS = int(os.environ.get("FLASH_MASK_NUMBERS_DRAWS", "160"))
 IN_TEST = 20
 N, BLOCK = 23, 8
 NAN, INF = float("nan"), float("inf")
@@ -139,8 +139,8 @@ def draw(seed: int) -> Drawn:
         return drawn
 
 
-@pytest.mark.shares(8)
-@pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + DRAWS, IN_TEST))
+@pytest.mark.shares(12)
+@pytest.mark.parametrize("first", range(DRAWN.seed, DRAWN.seed + DRAWN.most, IN_TEST))
 def test_drawn_masks(first: int) -> None:
     for seed in range(first, first + IN_TEST):
         drawn = draw(seed)
@@ -173,7 +173,7 @@ NEAR_5 = {
 }  # fmt: skip
 
 
-@pytest.mark.shares(3)
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("kind", NEAR_5)
 @pytest.mark.parametrize("text", INTERVALS)
 def test_bounds_become_intervals(text: str, kind: str) -> None:
@@ -182,6 +182,7 @@ def test_bounds_become_intervals(text: str, kind: str) -> None:
     check(mod, N, N)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("kind", ["int", "numpy", "float", "np.float32"])
 @pytest.mark.parametrize("text", WINDOWS)
 def test_bounds_of_distances_become_windows(text: str, kind: str) -> None:
@@ -197,6 +198,7 @@ def test_a_window_of_a_fraction(number: float, band: int) -> None:
     check(mod, N, N)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("number", [NAN, INF, -INF, 2.0**24, 1e300])
 @pytest.mark.parametrize("text", ["q - k < n", "q < n", "q >= n", "(q - k).abs() > n", BOTH])
 def test_bounds_beyond_all_indices(text: str, number: float) -> None:

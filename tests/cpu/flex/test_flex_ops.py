@@ -126,7 +126,7 @@ CLOSE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.parametrize("name", [*EXACT, *CLOSE])
 def test_an_operator_has_torchs_value(name: str) -> None:
     mod = {**EXACT, **CLOSE}[name]

@@ -73,6 +73,7 @@ def test_names_in_libraries(loaded: types.ModuleType) -> None:
     assert loaded.Wrapped.kept is _OF_TORCH[0] and loaded.Wrapped().compiled is kept
 
 
+@pytest.mark.shares(3)
 def test_it_computes_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients on the CPU are ours alone; torch's function refuses them."""
     loaded = load(monkeypatch, "transformers.of_test")

@@ -46,6 +46,7 @@ FORMS: dict[str, tuple[Callable[..., Any], list[int]]] = {
 }
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_found(name: str) -> None:
     mask_mod, expected = FORMS[name]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from drawn_share import Draws
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,8 +32,8 @@ from flash_mask_cute.call.arguments import NO_MASKS, Masks, Tensors
 from flash_mask_cute.flex import block_mask, flex_attention
 from flash_mask_cute.lowering import watch
 
-DRAWS = int(os.environ.get("FLASH_MASK_STALE_DRAWS", "160"))
-SEED = int(os.environ.get("FLASH_MASK_STALE_SEED", "0"))
+DRAWN = Draws.of("STALE", 160, 0)
+
 CHUNKS = 4
 BATCH, HEADS, D, N, BLOCK = 2, 2, 8, 48, 16
 BLOCKS = N // BLOCK
@@ -409,11 +409,10 @@ def _wrong(call: Callable[..., Tensor], dense: tuple[Mod | None, Mod | None], x:
     return "" if off < 1e-5 else f"off by {off:.3g}"
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(8)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_histories(chunk: int) -> None:
-    print(f"FLASH_MASK_STALE_SEED={SEED} FLASH_MASK_STALE_DRAWS={DRAWS}")
-    found = [run_history(SEED, number) for number in range(chunk, DRAWS, CHUNKS)]
+    found = [run_history(DRAWN.seed, number) for number in range(chunk, DRAWN.most, CHUNKS)]
     wrong = [text for text in found if text]
     assert not wrong, f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong[:8])
 

@@ -119,6 +119,7 @@ def test_a_captured_parameter_beside_a_block_mask(backend: Counting) -> None:
     assert backend.graphs == 1
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("place", ["closure", "tuple", "default"])
 def test_code_of_captured_functions_is_guarded(place: str, backend: Counting) -> None:
     def halves() -> Callable[[Tensor], Tensor]:
@@ -202,6 +203,7 @@ def switched_by(place: str) -> tuple[Callable[..., Tensor], Callable[[str, Any],
     return lambda s, b, h, q, k: s * held["factor"] if held["on"] else s, held.__setitem__
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("place", ["dict", "module"])
 def test_numbers_and_switches_are_guarded(place: str, backend: Counting) -> None:
     mod, change = switched_by(place)

@@ -54,6 +54,7 @@ def models(transformers: Any, name: str, **sizes: Any) -> tuple[Any, Any]:
     return eager, flex
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -79,6 +80,7 @@ def test_against_eager(transformers: Any, name: str, sizes: dict[str, Any]) -> N
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-6, msg=at)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_decoding_compiles_few_graphs(
     transformers: Any, cache: str, monkeypatch: pytest.MonkeyPatch
@@ -105,8 +107,9 @@ def test_decoding_compiles_few_graphs(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 
-def test_sinks(transformers: Any) -> None:
+def test_sinks(transformers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers itself runs gpt-oss with flex_attention on CUDA only."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     _, flex = models(
         transformers, "GptOssForCausalLM", **WINDOWED, num_local_experts=2, num_experts_per_tok=1
     )
@@ -136,6 +139,7 @@ if wrapped is not None:
 """
 
 
+@pytest.mark.shares(3)
 def test_after_the_import() -> None:
     """In a process of its own, where transformers has torch's function already."""
     pytest.importorskip("transformers", reason="extra `transformers`")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from drawn_share import Draws
 from flex_oracle import dense_scores
 from flex_trees import (
     EXTENTS,
@@ -22,8 +21,7 @@ from torch import Tensor
 from flash_mask_cute.flex import lower_mod
 from flash_mask_cute.mods.on_cpu import eval_score_mod
 
-FIRST_SEED = int(os.environ.get("FLASH_MASK_FLEX_SEED", "0"))
-MODS = int(os.environ.get("FLASH_MASK_FLEX_MODS", "3"))
+DRAWN = Draws.of("FLEX", 3, 0, "MODS")
 
 
 def lowered_scores(programs: list[Program], seed: int) -> Tensor:
@@ -61,6 +59,7 @@ def check_programs(seed: int, count: int = TREES_IN_MOD) -> None:
     assert (wrong := disagreement(programs, found, seed, dense_scores)) is None, wrong
 
 
-@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + MODS))
+@pytest.mark.shares(3)
+@pytest.mark.parametrize("seed", range(DRAWN.seed, DRAWN.seed + DRAWN.most))
 def test_values_are_those_of_torch(seed: int) -> None:
     check_programs(seed)

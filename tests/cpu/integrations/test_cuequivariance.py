@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
 }
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients(case: str) -> None:
     more, shown = CASES[case]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import dense_attention
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError, checkpoint
-from torch_oracle import dense_attention
 
 from flash_mask_cute.integrations.torch import kernels_run, sdpa
 

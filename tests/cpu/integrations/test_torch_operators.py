@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import band, dense_attention, packed_attention
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch_oracle import band, dense_attention, packed_attention
 
 from flash_mask_cute.integrations import aten_flash
 from flash_mask_cute.integrations.torch import kernels_run

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from oracle import band, dense_attention
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import attention
-from torch_oracle import band, dense_attention
 
 from bench import torch_ring
 from flash_mask_cute.integrations import aten_flash

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import band, dense_attention
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
-from torch_oracle import band, dense_attention
 
 from flash_mask_cute.integrations.torch import Ran, kernels_run, sdpa
 
@@ -105,6 +105,7 @@ MASKS = [
 by_mask = pytest.mark.parametrize("shape", MASKS, ids=str)
 
 
+@pytest.mark.shares(3)
 @by_mask
 def test_masks_of_bools(shape: tuple[int, ...]) -> None:
     """Queries that see nothing are 0, as in torch."""

@@ -57,6 +57,7 @@ def test_what_is_said(tmp_path: Path, workers: tuple[str, ...]) -> None:
     assert (tmp_path / "failed.txt").read_text().split() == [case]
 
 
+@pytest.mark.shares(3)
 def test_only_what_is_named(tmp_path: Path) -> None:
     named = tmp_path / "named.txt"
     named.write_text("test_suite.py::TestAttentionCUDA::test_ours\n")

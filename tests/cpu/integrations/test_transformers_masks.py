@@ -583,7 +583,7 @@ def test_compiled_decoding_in_a_static_cache(name: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "inside"])
 def test_a_compiled_training_step(name: str, before: bool) -> None:

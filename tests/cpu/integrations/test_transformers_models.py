@@ -209,14 +209,14 @@ def compiled_error(pair: Pair, call: dict[str, Any], mask: Any = None, wanted: A
     return max(errors)
 
 
-@pytest.mark.shares(9)
+@pytest.mark.shares(18)
 @pytest.mark.parametrize("situation", COMPILED)
 @pytest.mark.parametrize("name", tiny.DECODERS)
 def test_a_model_compiled_with_its_masks(name: str, situation: str) -> None:
     assert compiled_error(tiny.decoder(name), COMPILED[situation]) <= LIMIT
 
 
-@pytest.mark.shares(9)
+@pytest.mark.shares(18)
 @pytest.mark.parametrize("situation", COMPILED)
 @pytest.mark.parametrize("name", tiny.WITH_MASKS_BEFORE)
 def test_a_compiled_model_with_masks_made_before(name: str, situation: str) -> None:

@@ -138,6 +138,7 @@ def test_generate(cache: str, gemma4: Models) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("situation", CALLS)
 def test_a_compiled_model(situation: str, gemma4: Models) -> None:
     call = CALLS[situation] | {"use_cache": False}
@@ -148,6 +149,7 @@ def test_a_compiled_model(situation: str, gemma4: Models) -> None:
     assert tiny.relative(found[rows], wanted[rows]) <= LIMIT
 
 
+@pytest.mark.shares(2)
 @pytest.mark.usefixtures("nothing_warned")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_it_warns_once(compiled: bool, gemma4: Models) -> None:

@@ -67,6 +67,7 @@ def test_kept_forward_rows() -> None:
         assert partial["R2P"] == 16 and partial["LOP3"] <= 20, name
 
 
+@pytest.mark.shares(3)
 def test_counts_of_this_code() -> None:
     """As long as nothing is kept anew, the code is what was counted."""
     name = "sm100-bwd-d64-causal"

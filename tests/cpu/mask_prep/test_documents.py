@@ -305,6 +305,7 @@ def test_a_launch_is_for_masks_with_documents_or_without() -> None:
     assert keys[0] != keys[1]
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_kept_launch_follows_the_mask_of_its_call(
     monkeypatch: pytest.MonkeyPatch, batch: int

@@ -14,8 +14,9 @@ import pytest
 import torch
 from cases import BF16, FP32, FP64, Case
 from compiled_code import SWEEP, check_code
+from eager import assert_gradients_close
 from functional_calls import OPERATORS, RTOL, Arguments
-from gradient_oracle import assert_gradients_close, make_output_gradients
+from inputs import make_output_gradients
 from planned import backward_call, planned
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +100,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 # -- values -------------------------------------------------------------------------------------
 
 
-@pytest.mark.shares(3)
+@pytest.mark.shares(6)
 @pytest.mark.parametrize(
     ("case", "name"), TRAINED_CASES + ORDERED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
 )
@@ -209,6 +210,7 @@ def test_what_the_page_on_mods_shows(tmp_path: Path) -> None:
 # -- through torch ------------------------------------------------------------------------------
 
 
+@pytest.mark.shares(4)
 @ways
 def test_compiled(case: Case, name: str) -> None:
     given = make_trained(case, name)
@@ -218,6 +220,7 @@ def test_compiled(case: Case, name: str) -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.shares(3)
 def test_inductor() -> None:
     given = make_trained(*PAIR)
     check(given, torch.compile(flash_attn_func, fullgraph=True))
@@ -336,6 +339,7 @@ def _passes_on(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) 
     return grad
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("keywords", "message"),

@@ -13,8 +13,8 @@ import pytest
 import torch
 from aux_dtypes import CASES, make_all_dtypes, make_aux_tensors, plain_inputs, visible_of
 from cases import Case
-from gradient_oracle import make_output_gradients
-from tolerances import assert_close_to_oracle
+from eager import assert_close_to_oracle
+from inputs import make_output_gradients
 from torch import Tensor
 from trained_mods import assert_aux_gradients_close
 
@@ -80,6 +80,7 @@ def test_bool(mod: Callable[..., Any], expected: Callable[..., Tensor]) -> None:
         assert torch.equal(ask(mod, aux), expected(aux, q[:, None], k[None]))
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integers(dtype: torch.dtype) -> None:
     """As numbers, beside indices, and as indices of another tensor, at the ends of their range."""
@@ -249,6 +250,7 @@ OUTSIDE = {
 }  # fmt: skip
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_an_index_outside_is_an_error(name: str) -> None:
     mod, shape, text, q_idx, kv_idx = OUTSIDE[name]
@@ -351,6 +353,7 @@ def bias_bwd(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) ->
 KEY_4 = r"aux_tensors\[0\] at index 4 of dimension 1, whose extent is 4"
 
 
+@pytest.mark.shares(3)
 def test_every_evaluation_checks() -> None:
     narrow = [torch.zeros((6, 4))]
     scores = torch.zeros((ROWS, COLS))

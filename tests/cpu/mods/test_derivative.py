@@ -467,6 +467,7 @@ def dense(e: Expression, leaves: dict[str, Tensor]) -> Tensor:
     }[name]()
 
 
+@pytest.mark.shares(3)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(expressions())
 def test_random_expressions(e: Expression) -> None:

@@ -71,6 +71,7 @@ BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
 }
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", UNARY)
 def test_functions_of_one_argument(name: str) -> None:
     function, reference, low, high = UNARY[name]
@@ -84,6 +85,7 @@ def test_functions_of_one_argument(name: str) -> None:
     check(on_vector_and_scalar, lambda x: 2 * reference(1.25 * x) + reference(x), scores, 1e-5)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", BINARY)
 def test_functions_of_two_arguments(name: str) -> None:
     """Both arguments depend on the score; then either is a number, a scalar or a vector."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 from cutlass import Float32, Uint32
 from planned import backward_call, forward_call, planned
-from random_reads import EXTENTS, NUMBERS, SIZE, Draw
-from test_read_classes import DRAWS, SEED, reads_of
+from random_programs import READ_EXTENTS, READ_NUMBERS, READ_SIZE, ReadDraw
+from test_read_classes import DRAWN, reads_of
 from torch import Tensor
 
 from flash_mask_cute.call.problem import AttentionProblem
@@ -138,20 +138,19 @@ def test_reads_are_counted_in_the_order_of_the_mod() -> None:
     assert [(x.number, x.tensor) for x in reads] == [(0, 1), (2, 1)]
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", range(DRAWN.most))
 def test_drawn_reads_with_one_difference_have_one_index(number: int) -> None:
     """For each batch entry and head, where the read says that it depends on these."""
-    seed = SEED * 1000 + number
-    drawn = Draw(seed).read()
-    print(f"FLASH_MASK_READ_SEED={SEED}, seed {seed}: {drawn.name}")
+    seed = DRAWN.seed * 1000 + number
+    drawn = ReadDraw(seed).read()
     generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, 30, (NUMBERS,), generator=generator, dtype=torch.int32)
-    table = torch.zeros(SIZE)
+    numbers = torch.randint(0, 30, (READ_NUMBERS,), generator=generator, dtype=torch.int32)
+    table = torch.zeros(READ_SIZE)
     reads = [x for x in found_in(drawn.cute, table, numbers) if x.tensor == 0]
     if drawn.name != "difference":
         assert reads == []
         return
-    batch, heads, seqlen_q, seqlen_k = EXTENTS
+    batch, heads, seqlen_q, seqlen_k = READ_EXTENTS
     index = drawn.dense(numbers)
     for read in reads:
         if any(term.divisor is None for term in read.terms):

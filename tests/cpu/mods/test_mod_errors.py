@@ -211,6 +211,7 @@ def as_score_mod(mod: Callable[..., Any]) -> Callable[..., Any]:
     return score_mod
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("mod", [by_and, plain_or, no_such_tensor], ids=lambda mod: mod.__name__)
 def test_mistakes_in_kernels(mod: Callable[..., Any], target: str) -> None:
@@ -328,6 +329,7 @@ def _cbrt(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + cute.math.cbrt(score)  # here
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("name", ["asinh", "acosh", "atanh", "cbrt"])
 def test_functions_without_code_for_a_cpu(name: str) -> None:
     mod = globals()[f"_{name}"]

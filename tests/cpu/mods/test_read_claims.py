@@ -12,7 +12,7 @@ import torch
 from cutlass import Int32
 from evaluated_reads import EvaluatedReads, evaluate_reads
 from read_claims import check_claims, check_drawn_claims
-from test_read_classes import DRAWS, SEED
+from test_read_classes import DRAWN
 
 from flash_mask_cute.mods.read_classes import ReadClass
 
@@ -96,6 +96,5 @@ def test_numbers_of_a_tensor_that_a_branch_chose(place: int, expected: str) -> N
 
 
 def test_drawn() -> None:
-    print(f"FLASH_MASK_READ_SEED={SEED} FLASH_MASK_READ_DRAWS={DRAWS}")
-    for i in range(max(DRAWS // 4, 1)):
-        check_drawn_claims(SEED * 1000 + i)
+    for i in range(max(DRAWN.most // 4, 1)):
+        check_drawn_claims(DRAWN.seed * 1000 + i)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +10,8 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass import Float32, Int32, Int64
-from random_reads import EXTENTS, NUMBERS, SIZE, Draw, RandomRead
+from drawn_share import Draws
+from random_programs import READ_EXTENTS, READ_NUMBERS, READ_SIZE, RandomRead, ReadDraw
 from read_claims import check_diagonals
 from torch import Tensor
 
@@ -23,8 +22,8 @@ from flash_mask_cute.mods.traits import find_reads
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.dtypes import dtype_name
 
-DRAWS = int(os.environ.get("FLASH_MASK_READ_DRAWS", "25"))
-SEED = int(os.environ.get("FLASH_MASK_READ_SEED", str(int(time.time() // 86400))))
+DRAWN = Draws.of("READ", 25)
+
 
 IDS = torch.zeros(100, dtype=torch.int32)
 
@@ -381,9 +380,11 @@ def test_of_torch(name: str) -> None:
 
 def check_drawn(seed: int) -> None:
     """The class that is expected, in both languages; and what it says holds for all scores."""
-    drawn = Draw(seed).read()
-    numbers = torch.randint(0, 9, (NUMBERS,), generator=torch.Generator().manual_seed(seed)).int()
-    table = torch.zeros(SIZE, requires_grad=True)
+    drawn = ReadDraw(seed).read()
+    numbers = torch.randint(
+        0, 9, (READ_NUMBERS,), generator=torch.Generator().manual_seed(seed)
+    ).int()
+    table = torch.zeros(READ_SIZE, requires_grad=True)
     found = reads_of(drawn.cute, [table, numbers], [0]).tensors[0]
     told = f"seed {seed}: {found}, expected {drawn.name}"
     assert found.read_class.value == drawn.name, told
@@ -401,7 +402,7 @@ def check_drawn(seed: int) -> None:
 
 def check_difference(text: str, index: Tensor, told: str) -> None:
     """Scores of one head with the same difference have the same index."""
-    rows, cols = EXTENTS[2:]
+    rows, cols = READ_EXTENTS[2:]
     for of_head in index.flatten(0, 1):
         known: dict[int, int] = {}
         for q in range(rows):
@@ -411,9 +412,8 @@ def check_difference(text: str, index: Tensor, told: str) -> None:
 
 
 def test_drawn() -> None:
-    print(f"FLASH_MASK_READ_SEED={SEED} FLASH_MASK_READ_DRAWS={DRAWS}")
-    for i in range(DRAWS):
-        check_drawn(SEED * 1000 + i)
+    for i in range(DRAWN.most):
+        check_drawn(DRAWN.seed * 1000 + i)
 
 
 def test_drawn_differences_with_cuts() -> None:
@@ -439,6 +439,6 @@ def test_drawn_differences_with_cuts() -> None:
 
 
 def test_draws_have_all_classes() -> None:
-    names = {Draw(seed).read().name for seed in range(200)}
+    names = {ReadDraw(seed).read().name for seed in range(200)}
     assert names == {"head", "key", "query", "difference", "other"}
-    assert isinstance(Draw(0).read(), RandomRead)
+    assert isinstance(ReadDraw(0).read(), RandomRead)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from drawn_share import Draws
 from parallel_calls import (
     METHODS,
     OTHERWISE,
@@ -30,8 +29,8 @@ from flash_mask_cute import ColumnMask, builders, flash_attn_func
 from flash_mask_cute.parallel import Plan, context_parallel_attention
 from flash_mask_cute.parallel.agreement import _COMPARED
 
-SEED = int(os.environ.get("FLASH_MASK_PARALLEL_SEED", int(time.time()) // 86400))
-CALLS = os.environ.get("FLASH_MASK_PARALLEL_CALLS", "6")
+DRAWN = Draws.of("PARALLEL", 6, what="CALLS")
+
 DRAWS = 200
 # LSE of the parts of a ring has float32, of which the merge has the rounding errors
 TOLERANCE = 1e-12
@@ -39,10 +38,10 @@ TOLERANCE = 1e-12
 
 def calls() -> tuple[list[Row], list[int]]:
     """Rows of the table, and seeds of draws."""
-    if CALLS == "all":
+    if DRAWN.most < 0:
         return TABLE, list(range(DRAWS))
-    rng, count = random.Random(SEED), int(CALLS)
-    seeds = [SEED * DRAWS + i for i in range(count)]
+    rng, count = random.Random(DRAWN.seed), DRAWN.most
+    seeds = [DRAWN.seed * DRAWS + i for i in range(count)]
     return rng.sample(TABLE, min(count, len(TABLE))), seeds
 
 
@@ -54,7 +53,6 @@ def told() -> list[Told]:
 
 def test_processes_equal_one(told: list[Told]) -> None:
     rows, seeds = calls()
-    print(f"seed {SEED}")
     found: dict[Any, Errors | str] = {}
     for of_process in told:
         found |= of_process.errors

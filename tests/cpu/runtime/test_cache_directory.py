@@ -177,6 +177,7 @@ CHILD = KERNEL + textwrap.dedent(
 )
 
 
+@pytest.mark.shares(3)
 def test_a_limit_on_the_size_of_files_fails_no_call(tmp_path: Path) -> None:
     """Such as `ulimit -f`. It holds for files in memory, too."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

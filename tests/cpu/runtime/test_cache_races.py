@@ -181,6 +181,7 @@ def _start(script: Path, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.shares(2)
 def test_racing_processes_compile_once(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from flash_mask_cute.autograd import mod_names, torch_ops
@@ -34,6 +35,7 @@ def test_import_loads_little_beside_torch() -> None:
     assert len(foreign) <= 15
 
 
+@pytest.mark.shares(3)
 def test_torchs_decorator_loads_dynamo() -> None:
     """If it no longer does, ours is not needed."""
     loaded = modules_beside_torch("torch.compiler.assume_constant_result(lambda: 1)")

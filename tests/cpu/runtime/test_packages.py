@@ -74,6 +74,7 @@ def test_without_the_dsl() -> None:
     assert run("cutlass", *calls) == [said("nvidia-cutlass-dsl")] * len(calls)
 
 
+@pytest.mark.shares(3)
 def test_without_tvm_ffi() -> None:
     calls = (
         "_flash_attn_fwd(q, q, q, mask_mod=mask_mod)",

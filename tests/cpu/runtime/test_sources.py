@@ -155,6 +155,7 @@ def _run(script: Path, cache: Path, what: str, path: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.shares(3)
 def test_an_upgrade_beside_a_process_stores_no_old_kernel(tmp_path: Path) -> None:
     """The kernel of the code at the import would be found by processes that run the new code."""
     script = tmp_path / "child.py"
@@ -169,6 +170,7 @@ def test_an_upgrade_beside_a_process_stores_no_old_kernel(tmp_path: Path) -> Non
     assert files_of(tmp_path / "cache") == [".json", ".o"]
 
 
+@pytest.mark.shares(3)
 def test_a_package_in_a_zip_archive_has_no_disk_cache(tmp_path: Path) -> None:
     """All versions would have one identity."""
     script = tmp_path / "child.py"

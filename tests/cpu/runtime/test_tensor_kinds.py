@@ -380,6 +380,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 by_transform = pytest.mark.parametrize("transform", TRANSFORMS)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize(
     ("name", "transform"),
     [

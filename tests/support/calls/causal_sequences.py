@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from cache_calls import NeverFifth, never_fifth
-from oracle import OneSequence, Rule, attend_sequence
-from tolerances import assert_output_as_good
+from eager import assert_output_as_good, attend_sequence
+from oracle import OneSequence, Rule
 from torch import Tensor
 
 INT = torch.int32

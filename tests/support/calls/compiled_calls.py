@@ -192,11 +192,6 @@ def _scores(n: int) -> Callable[..., Tensor]:
     return lambda s, b, h, i, j: s * factor + torch.where(i - j < offset, 1, 0)
 
 
-def _wrapped(n: int) -> Callable[..., Tensor]:
-    table = torch.arange(n) * 0.1
-    return lambda s, b, h, i, j: s + table[(i + 5) % table.shape[0]]
-
-
 def _flex(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any) -> Any:
     return flex_attention(q, k, v, score_mod=score, block_mask=mask)
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from cases import Case
+from eager import assert_close_to_oracle
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_inputs
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd

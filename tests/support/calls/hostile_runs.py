@@ -1,4 +1,4 @@
-"""Runs a hostile call, forward and gradients, and says what came of it."""
+"""Runs a hostile call, forward and gradients, and says what came of it, and how close it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from typing import Any, Literal, NamedTuple
 
 import torch
-from hostile_oracle import LARGE_LSE, Bound, check_forward, check_gradients, right
+from eager import FLUSHED, TANH_APPROX, unit_of
+from oracle import NEG_INF, each_sequence, gradients_and_squares, reference_attention
 from random_hostile import HostileCall, Wrapped
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
@@ -20,6 +22,32 @@ _NAMES = {
     *("heads_q", "heads_kv", "head_dim", "head_dim_v", "mask_block_idx", "full_block_idx"),
     *("window_size_left", "window_size_right", "block_sparse_tensors_torch"),
 }
+
+
+# slopes of a soft cap on a GPU are held to the bound of one of this size, if they are smaller
+LEAST_SLOPE = 0.05
+# |LSE| up to which gradients are held to the reference; beyond, P is only known to sum to 1.
+LARGE_LSE = 2.0**13
+
+
+class Bound(NamedTuple):
+    """out and gradients: an error of `ulps` of their dtype and `rtol`, in units of their row. lse:
+    `atol` and an ulp of itself. tanh: relative error of that of a soft cap."""
+
+    ulps: float
+    rtol: float
+    atol: float
+    tanh: float = 0.0
+
+    def under(self, call: HostileCall) -> Bound:
+        """With what the soft cap of a call adds to the error of a score."""
+        more = self.tanh * call.keywords["softcap"]
+        return self._replace(rtol=self.rtol + 2 * more, atol=self.atol + more)
+
+
+CPU = Bound(1.0, 2e-6, 2e-5)
+# P and dS are rounded to 16 bits before they are multiplied
+GPU = Bound(3.0, 1e-4, 1e-3, TANH_APPROX)
 
 
 class Outcome(NamedTuple):
@@ -58,7 +86,7 @@ def _refusal(call: HostileCall, error: Exception) -> Outcome:
     return Outcome("wrong", f"{call.describe()}: refused, and no argument of it named: {said}")
 
 
-Results = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | None]]
+Results = tuple[Tensor, Tensor, dict[str, Tensor | None]]
 
 
 def _by_autograd(call: HostileCall) -> Results:
@@ -67,7 +95,7 @@ def _by_autograd(call: HostileCall) -> Results:
         if keywords[name] is not None:
             keywords[name] = keywords[name].detach()
     for name in call.wrapped:
-        keywords[name] = tree_map_only(torch.Tensor, Wrapped, keywords[name])
+        keywords[name] = tree_map_only(Tensor, Wrapped, keywords[name])
     sink = keywords["learnable_sink"]
     leaves = [keywords["q"], keywords["k"], keywords["v"], *([] if sink is None else [sink])]
     for x in leaves:
@@ -97,3 +125,99 @@ def _by_host_calls(call: HostileCall) -> Results:
         *tensors, out, call.dout, lse, dlse=call.dlse, dsink=dsink, **keywords
     )
     return out, lse, {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
+
+
+class Right(NamedTuple):
+    """Results in float64; rows in no use are not in `rows`.
+
+    gradients: "dq", "dk", "dv" and, with a sink, "dsink", each with the unit of its errors.
+    """
+
+    out: Tensor
+    lse_by_row: Tensor
+    rows: Tensor
+    gradients: dict[str, tuple[Tensor, Tensor]]
+
+    @property
+    def largest_lse(self) -> float:
+        finite = self.lse_by_row[self.rows]
+        finite = finite[finite.isfinite()].abs()
+        return finite.max().item() if finite.numel() else 0.0
+
+
+def right(call: HostileCall) -> Right:
+    """What the call should give of the pairs that it says are visible."""
+    sides = (f"{name}_{side}" for name in ("cu_seqlens", "seqused") for side in "qk")
+    names = "softcap", "learnable_sink", *sides
+    keywords: dict[str, Any] = {name: call.keywords.get(name) for name in names}
+    keywords["softmax_scale"] = call.softmax_scale()
+    tensors = call.q, call.k, call.v, call
+    out, lse = reference_attention(*tensors, **keywords)
+    rows = torch.zeros(out.shape[:-1], dtype=torch.bool, device=out.device)
+    for _, (used,), _ in each_sequence(*tensors, (rows,), **keywords):
+        used.fill_(True)
+    # The slope of a cap is 1 - tanh^2, and off by 2 * TANH_APPROX on a GPU whatever its size.
+    least_slope = LEAST_SLOPE if call.keywords["softcap"] and out.is_cuda else 0.0
+    loss = call.dout, call.dlse
+    pairs = gradients_and_squares(*tensors, *loss, **keywords, least_slope=least_slope)
+    units = {name: (x, unit_of(name, x, squares)) for name, (x, squares) in pairs.items()}
+    return Right(out, lse.mT, rows, units)
+
+
+# -- how close -----------------------------------------------------------------------------------
+
+
+def check_forward(call: HostileCall, expected: Right, out: Tensor, lse: Tensor, by: Bound) -> None:
+    """Rows that a sequence has in use."""
+    assert out.dtype == call.q.dtype and out.shape == expected.out.shape, f"out {out.shape}"
+    assert lse.dtype == torch.float32, lse.dtype
+    lse_by_row = lse.transpose(-1, -2)[expected.rows].double()
+    out = out[expected.rows].double()
+    truth, lse_truth = expected.out[expected.rows], expected.lse_by_row[expected.rows]
+    assert not out.isnan().any(), "NaN in out"
+    assert not lse_by_row.isnan().any(), "NaN in lse"
+    is_empty = lse_truth.isneginf()
+    assert (lse_by_row[is_empty] == NEG_INF).all(), "lse of a row that sees nothing"
+    assert (out[(truth == 0).all(-1)] == 0).all(), "out of a row that sees nothing"
+    ulp = 2.0**-23 * lse_truth[~is_empty].abs()
+    off = (lse_by_row - lse_truth)[~is_empty].abs() - (by.atol + ulp)
+    assert (off <= 0).all(), f"lse is off by {off.max().item():.3g} more than allowed"
+    allowed = by.ulps * torch.finfo(call.q.dtype).eps + by.rtol
+    unit = truth.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(call.q.dtype).tiny)
+    worst = ((out - truth).abs() / unit).max().item() if out.numel() else 0.0
+    assert worst <= allowed, f"out is off by {worst:.3g}, allowed {allowed:.3g}"
+
+
+def check_gradients(
+    call: HostileCall, expected: Right, gradients: dict[str, Tensor | None], by: Bound
+) -> None:
+    """Every element. From |LSE| of 2^13 on: all are finite, and those of v sum up to dout."""
+    largest = expected.largest_lse
+    for name, (truth, unit) in expected.gradients.items():
+        found = gradients[name]
+        assert found is not None, f"no {name}"
+        assert found.shape == truth.shape, f"{name} {found.shape}"
+        assert found.isfinite().all(), f"{name} is not finite"
+        has_terms = unit > 0
+        assert (found[~has_terms] == 0).all() or largest >= LARGE_LSE, f"{name} is not 0"
+        if largest < LARGE_LSE and has_terms.any():
+            # a sink of more bits than out, which its gradient is computed from
+            eps = max(torch.finfo(x.dtype).eps for x in (found, call.q))
+            # P is computed from an LSE in float32
+            allowed = by.ulps * eps + by.rtol + 2.0**-23 * largest
+            smallest = max(torch.finfo(found.dtype).smallest_normal, FLUSHED)
+            worst = ((found.double() - truth).abs() / unit.clamp(min=smallest))[has_terms].max()
+            assert worst <= allowed, f"{name} is off by {worst.item():.3g}, allowed {allowed:.3g}"
+    if largest >= LARGE_LSE and call.keywords["learnable_sink"] is None:
+        _check_sum_of_dv(call, expected, gradients["dv"], by)
+
+
+def _check_sum_of_dv(call: HostileCall, expected: Right, dv: Any, by: Bound) -> None:
+    has_terms = expected.lse_by_row.isfinite() & expected.rows
+    dout = torch.where(has_terms[..., None], call.dout.double(), 0.0)
+    heads = dout.shape[-2] // dv.shape[-2]
+    expected_sum = dout.flatten(0, -3).sum(0).unflatten(0, (dv.shape[-2], heads)).sum(1)
+    size = dout.abs().flatten(0, -3).sum(0).unflatten(0, (dv.shape[-2], heads)).sum(1)
+    off = (dv.double().flatten(0, -3).sum(0) - expected_sum).abs()
+    allowed = (4 * by.ulps * torch.finfo(dv.dtype).eps + 1e-3) * size
+    assert (off <= allowed).all(), f"P does not sum to 1: dv is off by {(off / size).max():.3g}"

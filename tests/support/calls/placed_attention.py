@@ -15,9 +15,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from eager import assert_as_good, assert_output_as_good, attend_sequence
 from mask_cases import MASK_MODS, SCORE_MODS
-from oracle import NEG_INF, OneSequence, Rule, attend_sequence
-from tolerances import assert_as_good, assert_output_as_good
+from oracle import NEG_INF, OneSequence, Rule
 from torch import Tensor
 
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd

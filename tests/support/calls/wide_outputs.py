@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from cases import FP32, Case
+from eager import assert_close_to_oracle
 from inputs import Inputs
-from tolerances import assert_close_to_oracle
 from torch import Tensor
 
 CASES = (

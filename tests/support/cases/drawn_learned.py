@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cases import FP32, Case
-from gradient_oracle import make_output_gradients
+from inputs import make_output_gradients
 from random_cases import small_case
 from torch import Tensor
 from trained_mods import TRAINED_MODS, WINDOW, TrainedRecipe, make_trained, reference_aux_gradients

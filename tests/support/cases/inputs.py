@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from cases import Case
 from dense_masks import DenseMasks
-from oracle import eager_same_dtype, reference_attention
+from eager import eager_same_dtype
+from oracle import reference_attention
 from torch import Tensor
 
 # What sits in the rows past seqused: large, so that reading a key there shows, yet finite,
@@ -125,6 +126,29 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
         for tensor in tensors:
             tensor[~inputs.rows_in_use(side)] = GARBAGE
     return inputs
+
+
+def make_output_gradients(inputs: Inputs, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Normal dout, in the dtype of q, and dlse, float32, laid out like out and lse.
+
+    Rows past seqused_q hold GARBAGE.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
+    dout = torch.randn(shape, generator=generator).to(inputs.q)
+    dlse_by_row = torch.randn(shape[:-1], generator=generator).to(dout.device)
+    unused = ~inputs.rows_in_use("q")
+    dout[unused] = GARBAGE
+    dlse_by_row[unused] = GARBAGE
+    return dout, dlse_by_row.transpose(-1, -2).contiguous()
+
+
+def make_tangents(inputs: Inputs, seed: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal tangents of q, k and v, contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = inputs.q, inputs.k, inputs.v
+    made = [torch.randn(x.shape, generator=generator).to(x) for x in tensors]
+    return made[0], made[1], made[2]
 
 
 def make_growing_inputs(

@@ -3,7 +3,7 @@
 What is hostile: additive masks of any finite size; NaN in what must not be read (rows past
 seqused_*, packed rows of no sequence, dout of queries that see nothing); tensors that are
 misaligned, overlap themselves or have odd strides; scales of any sign; shifted windows; aux tensors
-of any dtype; slips, which must be refused. `hostile_oracle` says what is right. Nothing here uses
+of any dtype; slips, which must be refused. `hostile_runs` says what is right. Nothing here uses
 the package but for the callables' own texts.
 """
 

@@ -1,12 +1,88 @@
-"""Calls of statistics of P that a kernel computes: each mask, form of lengths and reduction."""
+"""Calls of statistics of P that a kernel computes, each mask, form of lengths and reduction; drawn
+calls of them; and their bound."""
 
 from __future__ import annotations
 
-from cases import FP16, FP32, Case
-from statistics_oracle import Wanted
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-GROUP = {"heads_q": 4, "heads_kv": 1}
-PACKED = {"lengths_q": (130, 0, 33), "lengths_k": (200, 50, 0)}
+import torch
+from cases import FP16, FP32, Case
+from inputs import Inputs
+from oracle import STATISTICS, reference_statistics
+from random_cases import random_case, random_mask_case
+
+BLOCK_SIZES = (1, 128), (1, 64), (64, 64), (64, 128), (128, 64), (192, 128)
+
+
+class Wanted(NamedTuple):
+    """What a call asks for."""
+
+    reduce: tuple[str, ...] = STATISTICS
+    block_size: tuple[int, int] = (1, 128)
+    deterministic: bool = False
+
+
+def draw_wanted(rng: random.Random) -> Wanted:
+    names = rng.sample(STATISTICS, rng.randint(1, len(STATISTICS)))
+    return Wanted(tuple(names), rng.choice(BLOCK_SIZES), rng.random() < 0.3)
+
+
+def draw_case(rng: random.Random) -> Case:
+    """A drawn problem with any group of heads; packing is left to the library."""
+    case = rng.choice((random_case, random_mask_case))(rng)
+    if case.heads_q == case.heads_kv and case.strided != "fused_qkv":
+        heads_kv = rng.choice((1, 2))
+        case = replace(case, heads_q=heads_kv * rng.choice((1, 2, 3, 8)), heads_kv=heads_kv)
+    return replace(case, pack_gqa=None)
+
+
+def arguments(inputs: Inputs, wanted: Wanted) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The public function, by name, and its arguments. LSE is that of the oracle."""
+    keywords = dict(inputs.keywords)
+    for name in ("learnable_sink", "pack_gqa"):
+        keywords.pop(name)
+    sides = keywords.pop("window_size_left"), keywords.pop("window_size_right")
+    keywords |= {"window_size": sides, **wanted._asdict()}
+    if "block_sparse_tensors_torch" in keywords:
+        keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
+    lse = inputs.reference[1].float().contiguous()
+    lengths = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    if all(keywords.get(name) is None for name in lengths):
+        for name in ("seqused_q", "seqused_k"):
+            keywords.pop(name)
+        return "attention_statistics", (inputs.q, inputs.k, lse), keywords
+    return "attention_statistics_varlen", (inputs.q, inputs.k, lse), keywords
+
+
+def assert_right(
+    run: Callable[..., Any], inputs: Inputs, wanted: Wanted, rtol: float, atol: float
+) -> None:
+    """run: called as the public function of `arguments`, after its name.
+
+    An LSE and scores of its size, rounded to fp32, make each p relatively wrong by a share of that
+    size, and so a sum of them, and an entropy E by (1 + E) times as much. Tensor cores truncate the
+    scores: an error of up to a whole unit of the last place, where rounding has half of one.
+    """
+    name, operands, keywords = arguments(inputs, wanted)
+    finite = operands[2][operands[2].isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    rtol, atol = (x + largest * 2.0**-22 for x in (rtol, atol))
+    found = run(name, *operands, **keywords)._asdict()
+    expected = reference_statistics(inputs, wanted.reduce, wanted.block_size)
+    assert {name for name, x in found.items() if x is not None} == expected.keys()
+    for name, want in expected.items():
+        got = found[name]
+        assert got.shape == want.shape and got.dtype == torch.float32, name
+        assert not got.requires_grad
+        error, allowed = (got.double() - want).abs(), atol + rtol * want.abs()
+        assert (error <= allowed).all(), f"{name}: {(error / allowed).max():.3g} of what is allowed"
+
+
+GROUP: dict[str, Any] = {"heads_q": 4, "heads_kv": 1}
+PACKED: dict[str, Any] = {"lengths_q": (130, 0, 33), "lengths_k": (200, 50, 0)}
 CASES: dict[str, tuple[Case, Wanted]] = {
     "full": (Case("full", 1, 200, 300, 2, 2, 64), Wanted()),
     "one": (Case("one", 2, 1, 300, 4, 1, 128), Wanted()),

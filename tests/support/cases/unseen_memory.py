@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 from cases import COLUMN_DOCUMENT_CASES, FP16, FP32, Case
-from gradient_oracle import assert_gradients_close, make_output_gradients
-from inputs import Inputs, make_inputs
-from oracle import OneSequence, rule_of, sequences
+from eager import assert_gradients_close
+from inputs import Inputs, make_inputs, make_output_gradients
+from oracle import each_sequence, rule_of
 from torch import Tensor
 
 from flash_mask_cute.masks.column_mask import ColumnMask
@@ -81,11 +81,11 @@ def empty_rows(inputs: Inputs) -> Tensor:
     """Boolean, the shape of q without d: rows in use that see no key."""
     rule = rule_of(inputs.q, **inputs.plain_keywords)
     empty = torch.zeros(inputs.q.shape[:-1], dtype=torch.bool, device=inputs.q.device)
-    slots = sequences((inputs.q, empty), (inputs.k, inputs.v), **inputs.plain_keywords)
-    for i, ((q, empty_i), (k, v)) in enumerate(slots):
-        x = OneSequence(q, k, v, i, inputs.dense)
-        for head_idx in range(q.shape[1]):
-            scores = x.modified(torch.zeros(q.shape[0], k.shape[0], device=q.device), head_idx)
+    tensors = inputs.q, inputs.k, inputs.v, inputs.dense
+    for x, (empty_i,), _ in each_sequence(*tensors, (empty,), **inputs.plain_keywords):
+        zeros = torch.zeros(x.q.shape[0], x.k.shape[0], device=x.q.device)
+        for head_idx in range(x.q.shape[1]):
+            scores = x.modified(zeros, head_idx)
             hides = x.hidden(rule, head_idx) | scores.isneginf()
             empty_i[:, head_idx] = hides.all(dim=1)
     return empty

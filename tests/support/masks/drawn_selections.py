@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import oracle
 import torch
 from torch import Tensor
 
@@ -104,17 +105,7 @@ def draw(
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=gen)
 
-    visible = []
-    for b, (n_q, n_k) in enumerate(zip(lens_q, lens_k, strict=True)):
-        first = sum(lens_q[:b])
-        own = (
-            selection[:, first : first + n_q]
-            if is_packed
-            else selection[min(b, len(selection) - 1)]
-        )
-        seen = dense_selection(own, block, n_k).repeat_interleave(heads_q // heads, 0)
-        visible.append(_in_band(seen, keywords))
-    return Drawn(
+    drawn = Drawn(
         randn(*shape_q, heads_q, head_dim),
         randn(*shape_k, heads_kv, head_dim),
         randn(*shape_k, heads_kv, head_dim),
@@ -123,8 +114,9 @@ def draw(
         is_packed,
         lens_q,
         lens_k,
-        visible,
+        [],
     )
+    return drawn._replace(visible=_visible(drawn))
 
 
 def regroup(drawn: Drawn, group: int, head_dim: int, block: int = 128, k: int = 3) -> Drawn:
@@ -135,29 +127,33 @@ def regroup(drawn: Drawn, group: int, head_dim: int, block: int = 128, k: int = 
     heads = heads_kv if drawn.selected.heads > 1 else 1
     num_blocks = -(-max(drawn.lens_k) // block)
     selection = draw_selection(gen, (*shape[:-3], heads, shape[-2], k), num_blocks, torch.int32)
-    visible = []
-    for b, (n_q, n_k) in enumerate(zip(drawn.lens_q, drawn.lens_k, strict=True)):
-        first = sum(drawn.lens_q[:b])
-        own = (
-            selection[:, first : first + n_q]
-            if drawn.is_packed
-            else selection[min(b, len(selection) - 1)]
-        )
-        seen = dense_selection(own, block, n_k).repeat_interleave(heads_kv * group // heads, 0)
-        visible.append(_in_band(seen, drawn.keywords))
 
     def randn(rows: Tensor, heads: int) -> Tensor:
         of_rows = torch.randn(*rows.shape[:-2], heads, head_dim, generator=gen)
         return of_rows.to(torch.float64)
 
-    return drawn._replace(
+    found = drawn._replace(
         q=randn(drawn.q, heads_kv * group),
         k=randn(drawn.k, heads_kv),
         v=randn(drawn.k, heads_kv),
         selected=SelectedBlocks(selection, block),
         keywords={name: x for name, x in drawn.keywords.items() if name != "learnable_sink"},
-        visible=visible,
     )
+    return found._replace(visible=_visible(found))
+
+
+def _visible(drawn: Drawn) -> list[Tensor]:
+    """bool (heads_q, queries, keys) of each sequence."""
+    selection, heads_q = drawn.selected.indices, drawn.q.shape[-2]
+    visible = []
+    for b, (n_q, n_k) in enumerate(zip(drawn.lens_q, drawn.lens_k, strict=True)):
+        if drawn.is_packed:
+            own = selection[:, sum(drawn.lens_q[:b]) :][:, :n_q]
+        else:
+            own = selection[min(b, len(selection) - 1)]
+        seen = dense_selection(own, drawn.selected.block_size, n_k)
+        visible.append(_in_band(seen.repeat_interleave(heads_q // len(own), 0), drawn.keywords))
+    return visible
 
 
 def _in_band(seen: Tensor, keywords: dict[str, Any]) -> Tensor:
@@ -175,20 +171,13 @@ def dense_attention(drawn: Drawn) -> tuple[Tensor, Tensor]:
     """out and lse (heads before rows, as calls return it) by the visible keys; differentiable."""
     outs, lses = [], []
     sink, softcap = drawn.keywords.get("learnable_sink"), drawn.keywords.get("softcap", 0.0)
+    sink = None if sink is None else sink[:, None, None]
+    cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else None
     of_keys = [drawn.sequences(x, of_keys=True) for x in (drawn.k, drawn.v)]
-    for q, k, v, seen in zip(drawn.sequences(drawn.q), *of_keys, drawn.visible, strict=True):
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if sink is not None:
-            of_sink = sink.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)
-            scores = torch.cat((scores, of_sink), -1)
-        lse = scores.logsumexp(-1)
-        probs = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-        outs.append(torch.einsum("hqk,khd->qhd", probs[..., : len(k)], v))
+    for *qkv, seen in zip(drawn.sequences(drawn.q), *of_keys, drawn.visible, strict=True):
+        given = (x.transpose(0, 1) for x in qkv)
+        out, lse, _ = oracle.dense_attention(*given, seen, modify=cap, sink=sink)
+        outs.append(out.transpose(0, 1))
         lses.append(lse)
     if drawn.is_packed:
         return torch.cat(outs), torch.cat(lses, 1)

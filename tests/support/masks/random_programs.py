@@ -1,9 +1,10 @@
-"""Random programs for indices of learned tables: straight-line code on the place of a score.
+"""The grammar of drawn programs: straight-line code on the place of a score, for indices of learned
+tables. A program is drawn once, and evaluated on scalars of the DSL and on tensors of torch.
 
-Unlike `random_reads.py`, nothing is known of what is drawn, so a program may hold any mixture: 8,
-32 and 64 bits, sums that wrap, floats, conditions, branches, tables of tables. Leaves are drawn
-with a bias, or hardly any index would be a function of one difference. Nothing here uses the
-package.
+Of what `ReadDraw` draws, the class of the read is known. Of what `Draw` draws, nothing is known, so
+a program may hold any mixture: 8, 32 and 64 bits, sums that wrap, floats, conditions, branches,
+tables of tables. Leaves are drawn with a bias, or hardly any index would be a function of one
+difference. Nothing here uses the package.
 """
 
 from __future__ import annotations
@@ -49,8 +50,28 @@ class Program:
         self.nodes.append(Node(operation, kind, operands, number))
         return len(self.nodes) - 1
 
+    def value(self, operation: str, *operands: Value | int) -> Value:
+        nodes = [
+            self.add("constant", "int", number=x) if isinstance(x, int) else x.node
+            for x in operands
+        ]
+        return Value(self, self.add(operation, "int", *nodes))
+
     def of_kind(self, kind: str, among: Sequence[int]) -> list[int]:
         return [i for i in among if self.nodes[i].kind == kind]
+
+    def evaluate(self, rules: Rules) -> Callable[[int], Any]:
+        """The value of a node; each is computed once."""
+        known: dict[int, Any] = {}
+
+        def value(i: int) -> Any:
+            if i not in known:
+                node = self.nodes[i]
+                operands = [value(x) for x in node.operands]
+                known[i] = rules[node.operation](*operands, node.number)
+            return known[i]
+
+        return value
 
 
 class Draw:
@@ -242,7 +263,7 @@ class Index(NamedTuple):
     inside: str
 
 
-class RandomRead(NamedTuple):
+class TableRead(NamedTuple):
     table: int
     indices: tuple[Index, ...]
 
@@ -253,7 +274,7 @@ class RandomMod(NamedTuple):
 
     program: Program
     ranks: tuple[int, ...]
-    reads: tuple[RandomRead, ...]
+    reads: tuple[TableRead, ...]
     form: int
     condition: int
 
@@ -267,7 +288,7 @@ class RandomMod(NamedTuple):
             bias = chance.choice(["head", "key", "query", *["difference"] * 3, "any"])
             for _ in range(chance.choice([1, 1, 1, 2])):
                 indices = tuple(draw.index_of(bias, rank) for _ in range(rank))
-                reads.append(RandomRead(table, indices))
+                reads.append(TableRead(table, indices))
         return RandomMod(
             program, ranks, tuple(reads), chance.randint(0, 10), draw.index("any", 2, 0)
         )
@@ -304,15 +325,7 @@ class RandomMod(NamedTuple):
         return any(node.kind == "float" for node in self.program.nodes)
 
     def _modified(self, rules: Rules, tables: Any, score: Any, q: Any, k: Any) -> Any:
-        known: dict[int, Any] = {}
-
-        def value(i: int) -> Any:
-            if i not in known:
-                node = self.program.nodes[i]
-                operands = [value(x) for x in node.operands]
-                known[i] = rules[node.operation](*operands, node.number)
-            return known[i]
-
+        value = self.program.evaluate(rules)
         first, *rest = (
             rules["element"](
                 tables[x.table], tuple(rules[i.inside](value(i.node)) for i in x.indices)
@@ -383,6 +396,10 @@ _OF_BOTH: Rules = {
     "wide_less": lambda x, y, n: x < y,
     "half": lambda x, n: x * 0.5 + float(n),
     "float_sum": lambda x, y, n: x + y,
+    "constant": lambda n: n,
+    "quotient": lambda x, y, n: x // y,
+    "remainder": lambda x, y, n: x % y,
+    "greater": lambda x, y, n: x > y,
     "plain": lambda x: x,
     "bits": lambda x: x & (SIZE - 1),
 }
@@ -396,6 +413,9 @@ def dsl_rules(score: Any, place: Sequence[Any], numbers: Any, branch: Callable[.
 
     def clamp(x: Any, size: int) -> Any:
         return cutlass.max(cutlass.min(x, size - 1), 0)
+
+    def scalar(x: Any) -> Any:
+        return x if isinstance(x, cutlass.Numeric) else Int32(x)
 
     def divisor(x: Any) -> Any:
         return cutlass.max(x & 15, 1)
@@ -411,20 +431,22 @@ def dsl_rules(score: Any, place: Sequence[Any], numbers: Any, branch: Callable[.
         "whole": lambda x, n: Int32(cutlass.max(cutlass.min(x, Float32(1e6)), Float32(-1e6))),
         "over_one": lambda x, y, n: x // divisor(y),
         "rest_one": lambda x, y, n: x % divisor(y),
-        "min": lambda x, y, n: cutlass.min(x, y),
-        "max": lambda x, y, n: cutlass.max(x, y),
+        "min": lambda x, y, n: cutlass.min(scalar(x), scalar(y)),
+        "max": lambda x, y, n: cutlass.max(scalar(x), scalar(y)),
         "at_most": lambda x, n: cutlass.min(x, n),
         "at_least": lambda x, n: cutlass.max(x, n),
         "narrow": lambda x, n: Int32(Int8(x)),
         "unsigned_over": lambda x, n: Int32(Uint32(x) // n),
         "unsigned_rest": lambda x, n: Int32(Uint32(x) % n),
+        "number": lambda x, n: numbers[0][x],
+        "exponent": lambda x, n: Int32(cute.math.log2(Float32(Int32(x)))),
         "look_up": lambda x, n: numbers[0][clamp(x, NUMBERS[0])],
         "look_up_2": lambda x, y, n: numbers[1][clamp(x, NUMBERS[0]), clamp(y, NUMBERS[1])],
         "extent": lambda n: Int32(cute.size(numbers[1], mode=[n])),
         "widen": lambda x, n: Int64(x),
         "low_bits": lambda x, n: Int32(x),
         # of equal numbers it is one without a dtype
-        "where": lambda c, x, y, n: Int32(cutlass.select_(c, x, y)),
+        "where": lambda c, x, y, n: Int32(cutlass.select_(c, scalar(x), scalar(y))),
         "branch": lambda c, x, y, n: branch(c, x, y),
         "bit": lambda c, n: Int32(c),
         "clamp": lambda x: clamp(x, 2 * SIZE),
@@ -446,6 +468,10 @@ def torch_rules(score: Tensor, place: Sequence[Tensor], numbers: Sequence[Tensor
     def divisor(x: Tensor) -> Tensor:
         return (x & 15).clamp(min=1)
 
+    def pair(x: Any, y: Any) -> list[Tensor]:
+        dtype = (x if isinstance(x, Tensor) else y).dtype
+        return [z if isinstance(z, Tensor) else torch.full((), z, dtype=dtype) for z in (x, y)]
+
     rows, cols = (n - 1 for n in NUMBERS)
     return _OF_BOTH | {
         **{name: (lambda n, x=x: x) for name, x in zip(_PLACES, place, strict=True)},
@@ -458,19 +484,21 @@ def torch_rules(score: Tensor, place: Sequence[Tensor], numbers: Sequence[Tensor
         "whole": lambda x, n: x.clamp(-1e6, 1e6).int(),
         "over_one": lambda x, y, n: x // divisor(y),
         "rest_one": lambda x, y, n: x % divisor(y),
-        "min": lambda x, y, n: torch.minimum(x, y),
-        "max": lambda x, y, n: torch.maximum(x, y),
+        "min": lambda x, y, n: torch.minimum(*pair(x, y)),
+        "max": lambda x, y, n: torch.maximum(*pair(x, y)),
         "at_most": lambda x, n: x.clamp(max=n),
         "at_least": lambda x, n: x.clamp(min=n),
         "narrow": lambda x, n: x.to(torch.int8).int(),
         "unsigned_over": lambda x, n: (unsigned(x) // n).int(),
         "unsigned_rest": lambda x, n: (unsigned(x) % n).int(),
+        "number": lambda x, n: numbers[0][x],
+        "exponent": lambda x, n: torch.log2(x.to(torch.float32)).to(x.dtype),
         "look_up": lambda x, n: numbers[0][x.clamp(0, rows)],
         "look_up_2": lambda x, y, n: numbers[1][x.clamp(0, rows), y.clamp(0, cols)],
         "extent": lambda n: torch.full_like(place[3], NUMBERS[n]),
         "widen": lambda x, n: x.long(),
         "low_bits": lambda x, n: x.int(),
-        "where": lambda c, x, y, n: torch.where(c, x, y),
+        "where": lambda c, x, y, n: torch.where(c, *pair(x, y)),
         "branch": lambda c, x, y, n: torch.where(c, x, y),
         "bit": lambda c, n: c.int(),
         "clamp": lambda x: x.clamp(0, 2 * SIZE - 1),
@@ -480,3 +508,146 @@ def torch_rules(score: Tensor, place: Sequence[Tensor], numbers: Sequence[Tensor
         "tanh": torch.tanh,
         "exp2": torch.exp2,
     }
+
+
+# -- reads of one table whose class is known ----------------------------------------------------
+
+# of the learned table, of the table of numbers, and of the scores on which indices are compared
+# (batch, heads, queries, keys)
+READ_SIZE, READ_NUMBERS, READ_EXTENTS = 48, 64, (2, 3, 13, 14)
+
+
+def _operator(operation: str) -> Any:
+    return lambda self, *others: self.program.value(operation, self, *others)
+
+
+class Value(NamedTuple):
+    """A node of a program, in the notation of arithmetic."""
+
+    program: Program
+    node: int
+    __add__, __sub__, __mul__ = map(_operator, ("add", "sub", "mul"))  # type: ignore[assignment]
+    __floordiv__, __mod__, __abs__ = map(_operator, ("quotient", "remainder", "abs"))
+    above, least, most = map(_operator, ("greater", "min", "max"))
+    # of a condition; of indices
+    where, number, exponent = map(_operator, ("where", "number", "exponent"))
+
+
+class RandomRead(NamedTuple):
+    """name: of the class that is expected. index: of the element that is added to the score."""
+
+    name: str
+    index: Value
+
+    def inside(self, rules: Rules) -> Any:
+        """The index, which exists."""
+        return self.index.program.evaluate(rules)(self.index.node)
+
+    def cute(self, score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+        """The CuTe mod; aux: the learned table, and numbers."""
+        return score + aux[0][self.inside(dsl_rules(None, (b[0], h[0], q[0], k[0]), aux[1:], None))]
+
+    def torch(self, table: Tensor, numbers: Tensor) -> Callable[..., Tensor]:
+        """The same mod in torch."""
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score + table[self.inside(torch_rules(score, (b, h, q, k), [numbers]))]
+
+        return score_mod
+
+    def dense(self, numbers: Tensor, extents: tuple[int, int, int, int] = READ_EXTENTS) -> Tensor:
+        """The index of each score, (batch, heads, queries, keys)."""
+        place = torch.meshgrid(*map(torch.arange, extents), indexing="ij")
+        found = self.inside(torch_rules(numbers, place, [numbers.long()]))
+        return torch.as_tensor(found).expand(extents)
+
+
+class ReadDraw:
+    """Draws a read of one of the classes, or one that is nearly of it, from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.program = random.Random(seed), Program(seed)
+
+    def read(self) -> RandomRead:
+        name, draw = self.random.choice(
+            (
+                ("head", lambda: self._single("h", self._fixed("h"))),
+                ("key", lambda: self._single("k", self._looked_up("k"))),
+                ("query", lambda: self._single("q", self._looked_up("q"))),
+                ("difference", lambda: self._function(self._minus("k", "q"))),
+                ("other", self._unknown_range),
+                ("other", self._near_miss),
+            )
+        )
+        index = draw()
+        return RandomRead(name, index.least(READ_SIZE - 1).most(0))
+
+    def _unknown_range(self) -> Value:
+        """Positions by a table."""
+        a, b = self._looked_up("k"), self._looked_up("q")
+        return self._function(a - b)
+
+    def _near_miss(self) -> Value:
+        difference, curved = self._minus("k", "q"), self._function(self._minus("k", "q"))
+        a, b = self._monotonous("k"), self._monotonous("q")
+        n = self.random.randint(1, 3)
+        return self._one_of(
+            difference + a * b, abs(difference) + a * n, difference // 3 - b, a.least(b) + n,
+            (a * 2).above(b).where(a + 1, 0), a * (b + 1), (a - b).most(0).number() + a,
+            curved * a + self._place("q"),
+        )  # fmt: skip
+
+    # -- parts
+
+    def _one_of(self, *values: Value) -> Value:
+        return self.random.choice(values)
+
+    def _place(self, name: str) -> Value:
+        return self.program.value(name)
+
+    def _fixed(self, name: str) -> Value:
+        place, other = self._place(name), self._place(self.random.choice("bh"))
+        n = self.random.randint(1, 3)
+        return self._one_of(place + n, (place * n).number(), place * other)
+
+    def _monotonous(self, name: str) -> Value:
+        """A term whose range follows from lengths."""
+        place, n = self._place(name), self.random.randint(1, 5)
+        return self._one_of(
+            place, place // n, place // (n + 15), place * n, place.least(3 + n), (place - n).most(0)
+        )
+
+    def _bounded(self, name: str) -> Value:
+        """Any term whose range follows from lengths."""
+        term, n = self._monotonous(name), self.random.randint(2, 5)
+        return self._one_of(
+            term, term % n, abs(term - n), term // n * n + term % n,
+            term.above(n).where(term, n), term.least(5) * term.least(5),
+        )  # fmt: skip
+
+    def _looked_up(self, name: str) -> Value:
+        return self._monotonous(name).least(READ_NUMBERS - 1).number()
+
+    def _single(self, name: str, special: Value) -> Value:
+        """A function of one place, and of batch entry and head."""
+        bounded = self._bounded(name)
+        fixed, n = self._fixed("h"), self.random.randint(1, 3)
+        return self._one_of(
+            special, bounded, bounded + fixed, special * n + bounded,
+            (bounded + 1 + bounded).exponent(), special.above(4).where(bounded, n),
+        )  # fmt: skip
+
+    def _minus(self, name: str, other: str) -> Value:
+        a, b = self._bounded(name), self._bounded(other)
+        more, n = self._bounded(name), self.random.randint(1, 5)
+        places = self._place(name) - self._place(other)
+        return self._one_of(a - b, b - a, a * n - b + 7, a + b, a + more * n - b, *(places,) * 3)
+
+    def _function(self, x: Value) -> Value:
+        """Of a difference."""
+        fixed, n = self._fixed("h"), self.random.randint(1, 4)
+        return self._one_of(
+            x + n, abs(x), x.most(-n).least(n) + n, x // n + abs(x - 1), x * n + fixed,
+            (abs(x) + n).exponent() + fixed, x.above(0).where(x, n), abs(x) % (n + 1),
+            abs(x).least(READ_NUMBERS - 1).number(), fixed.above(n).where(x + 3, n),
+        )  # fmt: skip

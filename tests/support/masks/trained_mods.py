@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from cases import BF16, FP16, FP32, Case
 from dense_masks import DenseMasks
+from eager import TANH_APPROX
 from inputs import Inputs, make_inputs
 from mask_cases import Extents
-from oracle import NEG_INF, Head, OneSequence, rule_of, sequences
-from tolerances import TANH_APPROX
+from oracle import Head, each_sequence, rule_of
 from torch import Tensor
 
 REACH = 16
@@ -490,15 +490,12 @@ def _aux_gradients(
     rule = rule_of(inputs.q, **inputs.plain_keywords)
     sums = [torch.zeros_like(x) for x in leaves]
     dlse_by_row = dout.new_zeros(dout.shape[:-1]) if dlse is None else dlse.transpose(-1, -2)
-    slots = sequences((inputs.q, dout, dlse_by_row), (inputs.k, inputs.v), **inputs.plain_keywords)
-    for i, ((q, dout_i, dlse_i), (k, v)) in enumerate(slots):
-        x = OneSequence(q, k, v, i, dense)
-        for head_idx in range(q.shape[1]):
+    tensors, like_q = (inputs.q, inputs.k, inputs.v, dense), (dout, dlse_by_row)
+    for x, (dout_i, dlse_i), _ in each_sequence(*tensors, like_q, **inputs.plain_keywords):
+        for head_idx in range(x.q.shape[1]):
             head = Head.create(x, rule, head_idx)
-            _, scores = head.scores(x, rule, head_idx)
-            hidden = x.hidden(rule, head_idx)
             with torch.no_grad():
-                out, _, probabilities = head.attend(scores.masked_fill(hidden, NEG_INF))
+                out, _, probabilities = head.attend()
                 if rounding is not None:
                     out = rounding.output(probabilities, head.v)
                 do, dl = dout_i[:, head_idx].double(), dlse_i[:, head_idx].double()
@@ -506,7 +503,7 @@ def _aux_gradients(
                 dscores = probabilities * (do @ head.v.T - delta[:, None])
                 if rounding is not None and rounding.rounds_dscores:
                     dscores = dscores.to(rounding.dtype).double()
-            found = torch.autograd.grad(scores, leaves, dscores, allow_unused=True)
+            found = torch.autograd.grad(head.scores, leaves, dscores, allow_unused=True)
             for sum_, gradient in zip(sums, found, strict=True):
                 if gradient is not None:
                     sum_ += gradient

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from flex_catalogue import Extents, Made, Mod
+from oracle import dense_attention
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch_oracle import dense_attention
 
 FP64 = torch.float64
 
@@ -78,7 +78,7 @@ class Expected(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    gradients: list[Tensor]
+    gradients: tuple[Tensor, ...]
 
 
 def attention(
@@ -99,16 +99,10 @@ def attention(
     modify = None if score is None else partial(dense_scores, score.mod)
     extents = Extents(*q.shape[:3], k.shape[2])
     seen = None if mask is None else dense_mask(mask.mod, extents)
-    out, lse = dense_attention(q, k, v, seen, scale=scale, modify=modify)
+    out, lse, _ = dense_attention(q, k, v, seen, scale=scale, modify=modify)
     ends, grads = [out], [dout.to(FP64)]
     if dlse is not None:
         ends, grads = [out, lse.masked_fill(lse.isneginf(), 0.0)], [*grads, dlse.to(FP64)]
-    gradients = torch.autograd.grad(ends, (q, k, v, *trained), grads, allow_unused=True)
-    return Expected(
-        out.detach(),
-        lse.detach(),
-        [
-            torch.zeros_like(x) if grad is None else grad
-            for x, grad in zip((q, k, v, *trained), gradients, strict=True)
-        ],
-    )
+    leaves = q, k, v, *trained
+    gradients = torch.autograd.grad(ends, leaves, grads, materialize_grads=True)
+    return Expected(out.detach(), lse.detach(), gradients)
