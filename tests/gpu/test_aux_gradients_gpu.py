@@ -49,11 +49,6 @@ LONG_SHARED = (
     (Case("pair-long", 30, 300, 310, 4, 4, head_dim=32, mask_mod="documents"), "pair"),
     (Case("pair-long-d128", 4, 500, 510, 2, 2, causal=True), "pair"),
 )
-all_cases = pytest.mark.parametrize(
-    ("case", "name"),
-    TRAINED_CASES + LONG_CASES + LINE_CASES + FAR_CASES + LONG_LINES + SHARED_CASES + LONG_SHARED,
-    ids=lambda x: getattr(x, "id", x),
-)
 
 
 ORDERED_LONG = (
@@ -62,19 +57,21 @@ ORDERED_LONG = (
     (Case("gain-long-fp16", 1, 1025, 1500, 8, 8, head_dim=96, dtype=FP16), "gain"),
     (Case("gain-long-d256", 1, 700, 900, 4, 2, head_dim=256, causal=True), "gain"),
 )
-ordered_cases = pytest.mark.parametrize(
-    ("case", "name"),
-    ORDERED_CASES
-    + ORDERED_LONG
-    + TRAINED_CASES[1:5]
-    + LONG_CASES[-1:]
-    + LINE_CASES
-    + FAR_CASES
-    + LONG_LINES
-    + SHARED_CASES
-    + LONG_SHARED,
-    ids=lambda x: getattr(x, "id", x),
-)
+
+
+def cases(*found: tuple[Case, str], shared: tuple[tuple[Case, str], ...] = ()) -> Any:
+    """shared: small cases, of which `make test` runs a share here: tests/sim runs them, too."""
+    rest = [pytest.param(*x, marks=pytest.mark.shares(4)) for x in shared]
+    names = "case", "name"
+    return pytest.mark.parametrize(names, [*found, *rest], ids=lambda x: getattr(x, "id", x))
+
+
+LINES = LINE_CASES + FAR_CASES
+ALL_LONG = LONG_LINES + LONG_SHARED
+ordered_cases = cases(
+    *ORDERED_CASES, *ORDERED_LONG, *TRAINED_CASES[1:5], LONG_CASES[-1], *LINES, *SHARED_CASES,
+    *ALL_LONG,
+)  # fmt: skip
 
 
 def check(
@@ -99,12 +96,12 @@ def check(
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@all_cases
+@cases(*LONG_CASES, *ALL_LONG, shared=TRAINED_CASES + LINES + SHARED_CASES)
 def test_against_oracle(case: Case, name: str) -> None:
     check(make_trained(case, name, "cuda"))
 
 
-@pytest.mark.parametrize(("case", "name"), TRAINED_CASES[2:5], ids=lambda x: getattr(x, "id", x))
+@cases(*TRAINED_CASES[2:5])
 def test_inductor(case: Case, name: str) -> None:
     torch._dynamo.reset()
     given = make_trained(case, name, "cuda")
@@ -148,9 +145,7 @@ def test_in_order_against_oracle(case: Case, name: str) -> None:
     check(make_trained(case, name, "cuda"), deterministic=True)
 
 
-@pytest.mark.parametrize(
-    ("case", "name"), ORDERED_CASES + ORDERED_LONG, ids=lambda x: getattr(x, "id", x)
-)
+@cases(*ORDERED_LONG, shared=ORDERED_CASES)
 def test_without_order_against_oracle(case: Case, name: str) -> None:
     check(make_trained(case, name, "cuda"))
 
@@ -166,13 +161,13 @@ def trained_gradients(given: TrainedInputs, **more: Any) -> list[Tensor]:
 
 
 @ordered_cases
-@pytest.mark.parametrize("by_setting", [False, True])
-def test_equal_bits_in_ten_runs(case: Case, name: str, by_setting: bool) -> None:
+def test_equal_bits_in_ten_runs(case: Case, name: str) -> None:
+    """The first asked by the keyword, the others by torch's setting."""
     given = make_trained(case, name, "cuda")
-    more = {} if by_setting else {"deterministic": True}
-    torch.use_deterministic_algorithms(by_setting)
+    first = trained_gradients(given, deterministic=True)
+    torch.use_deterministic_algorithms(True)
     try:
-        first, *others = [trained_gradients(given, **more) for _ in range(10)]
+        others = [trained_gradients(given) for _ in range(9)]
     finally:
         torch.use_deterministic_algorithms(False)
     for found in others:

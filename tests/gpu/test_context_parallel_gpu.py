@@ -31,6 +31,7 @@ def test_ranks_equal_one_gpu(world: int) -> None:
             assert error <= 2 * of_one + 1e-3, name
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_queries_before_the_first_key(seed: int) -> None:
     for call in Draw(seed, torch.bfloat16, 64, 400, -300).calls(6):

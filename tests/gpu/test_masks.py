@@ -15,7 +15,6 @@ from eager import assert_close_to_oracle
 from inputs import Inputs, make_inputs
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
 from public_call import check, check_replay, forward
-from random_cases import random_mask_case
 from torch import Tensor
 
 import flash_mask_cute
@@ -36,13 +35,7 @@ def test_against_oracle(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
 
 
-@pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("seed", range(120))
-def test_fuzzed_masks(seed: int) -> None:
-    case = random_mask_case(random.Random(seed))
-    check(make_inputs(case.packed_if_supported(), "cuda", seed))
-
-
+@pytest.mark.shares(3)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(
     "case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES, ids=lambda case: case.id

@@ -38,6 +38,7 @@ def test_right(name: str) -> None:
     assert_right(run, make_inputs(case, "cuda"), wanted, **TOLERANCE)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("seed", range(30))
 def test_drawn(seed: int) -> None:
     rng = random.Random(f"statistics gpu {seed}")

@@ -45,6 +45,7 @@ def found_and_right(inputs: Any, tangents: Any, of: Any = None) -> None:
     assert torch.equal(found.out, again.out) and torch.equal(found.lse, again.lse)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_oracle(case: Case) -> None:
     inputs = make_inputs(case, CUDA)
