@@ -129,8 +129,8 @@ def can_pack(call: AttentionCall) -> bool:
     return rows_follow(x.q, x.k, x.v, x.out, of.dq, of.dk, of.dv)
 
 
-def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
-    """The call with the documents of its mask as packed sequences. needs_lse: of a forward."""
+def call_by_documents(call: AttentionCall) -> AttentionCall:
+    """The call with the documents of its mask as packed sequences."""
     batch, seqlen = call.tensors.q.shape[:2]
     tensors = call.tensors
     if call.direction is Direction.BACKWARD:
@@ -138,13 +138,7 @@ def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
     else:
         tensors = as_rows(tensors)
     tensors, masks = by_documents(tensors, call.masks, call.options.causal, batch)
-    options = replaced(
-        call.options,
-        max_seqlen_q=seqlen,
-        max_seqlen_k=seqlen,
-        return_lse=needs_lse,
-        q_start=NO_START,
-    )
+    options = replaced(call.options, max_seqlen_q=seqlen, max_seqlen_k=seqlen, q_start=NO_START)
     return replaced(call, tensors=tensors, masks=masks, options=options)
 
 

@@ -200,8 +200,8 @@ class ExecutionPlan:
 
     mask_bits: for evaluating a mask_mod once for all heads before attention. problem and shapes are
     then those of the kernel that reads the bits, and without_bits is the plan of a kernel that
-    evaluates the callable itself. packed: the plan of packed sequences that are computed instead,
-    for a mask that may hold documents. splits: None for one pass. fixed_splits: of the keys, if
+    evaluates the callable itself. packs: of the packed sequences that a dense call becomes, whose
+    mask may hold documents. splits: None for one pass. fixed_splits: of the keys, if
     sums have an order. in_16_bits: the plan of the call over keys and values that are first
     converted from fp8. shared: results of a kernel that walks over batch entries, such as gradients
     of aux tensors; the problem then does not want these.
@@ -226,7 +226,7 @@ class ExecutionPlan:
     out_dtype: str = ""
     mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
-    packed: ExecutionPlan | None = None
+    packs: bool = False
     in_16_bits: ExecutionPlan | None = None
     splits: Splits | None = None
     fixed_splits: FixedSplits | None = None

@@ -16,7 +16,7 @@ from flash_mask_cute.call.facts import Backend, CallFacts, target_of
 from flash_mask_cute.call.forward import cpu_call
 from flash_mask_cute.call.fp8 import call_in_16_bits
 from flash_mask_cute.call.masks import ResolvedMasks
-from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.plan import kernel_problem, new_plan, plan
 from flash_mask_cute.call.prepare import built_fwd, compiled_fwd
 from flash_mask_cute.call.selection import explain_selection
 from flash_mask_cute.call.tiles.arch import arch_spec
@@ -120,17 +120,15 @@ def explain_fwd(
     keeps_code: compile it anew, for its PTX and machine code. Raises TypeError, ValueError,
     NotImplementedError as the call would."""
     device = str(call.tensors.q.device)
-    dense = plan(call, named or target_of(call.tensors.q))
-    if dense.in_16_bits is not None:
-        return _explain_in_16_bits(call, dense, named, keeps_code)
-    run, counted = dense.packed or dense, call
-    notes = []
-    if run is not dense:
+    run, counted = plan(call, named or target_of(call.tensors.q)), call
+    if run.in_16_bits is not None:
+        return _explain_in_16_bits(call, run, named, keeps_code)
+    notes, packs = [], isinstance(run.mask_bits, DocumentBitsPlan)
+    if run.packs and not packs:
         notes.append("the documents of the mask are packed sequences")
-        counted = call_by_documents(call, dense.problem.needs_lse)
+        counted = call_by_documents(call)
     meta, code = _compiled_facts(run, device, notes, keeps_code)
     tiles = run.fwd_choice.tiles
-    packs = isinstance(run.mask_bits, DocumentBitsPlan)
     work_tiles = full = partial = empty = None
     if packs and device != "cpu":
         notes.append("tile counts are unknown: documents are found on the device")
@@ -142,13 +140,14 @@ def explain_fwd(
             notes.append("the CPU path packs no documents, so none are counted")
             to_count = replace(run.without_bits, choice=run.choice)
         work_tiles, full, partial, empty = _count_tiles(to_count, counted.tensors)
-        if run is not dense:
+        if counted is not call:
             notes.append(f"of their own tiles {full} are full and {partial} partial")
-            of_dense = dense.with_choice(run.choice)
+            facts = CallFacts.of(call, run.target)
+            of_dense = new_plan(facts, kernel_problem(facts), run.choice)
             _, full, partial, empty = _count_tiles(of_dense, call.tensors)
     if run.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
-    backward, why_not = explain_backward(call, dense)
+    backward, why_not = explain_backward(call, run)
     if backward is None:
         notes.append(f"there is no backward: {why_not}")
     return Explanation(

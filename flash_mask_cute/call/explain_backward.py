@@ -87,7 +87,6 @@ def explain_backward(
         backward = plan(backward_call(call), run.target)
     except NotImplementedError as error:
         return None, str(error)
-    backward = backward.packed or backward
     choice, scratch_bytes, parts_bytes = _choice_of(backward), None, 0
     smem_bytes = choice.smem_bytes
     if backward.backend is Backend.KERNEL:

@@ -113,8 +113,9 @@ def with_mask_bits(facts: CallFacts, plan: ExecutionPlan, limits: Limits) -> Exe
     if mask_bits is None:
         return plan
     problem = reading_mask_bits(reading.problem)
-    reading = replace(reading, problem=problem, mask_bits=mask_bits, without_bits=plan)
-    if not isinstance(mask_bits, DocumentBitsPlan):
+    packs = isinstance(mask_bits, DocumentBitsPlan)
+    reading = replace(reading, problem=problem, mask_bits=mask_bits, without_bits=plan, packs=packs)
+    if not packs:
         return reading
     shapes, problem = packed_sequences(reading.shapes, problem)
     tensors = facts.call.tensors

@@ -55,10 +55,9 @@ def plan(
     instead of `LIMITS`. Raises TypeError, ValueError, NotImplementedError, naming argument and
     value."""
     facts = CallFacts.of(call, target)
-    found = with_tiles(facts, kernel_problem(facts))
     if packs_documents(call):
-        packed = call_by_documents(call, found.problem.needs_lse)
-        return replace(found, packed=plan(packed, target, limits))
+        return replace(plan(call_by_documents(call), target, limits), packs=True)
+    found = with_tiles(facts, kernel_problem(facts))
     if found.backend is Backend.CPU:
         return found
     refuse_on_gpu(facts, found.problem)
@@ -91,7 +90,7 @@ def kernel_problem(facts: CallFacts) -> AttentionProblem:
 
 def with_tiles(facts: CallFacts, problem: AttentionProblem) -> ExecutionPlan:
     """The plan of a kernel that evaluates all masks itself."""
-    found = _new_plan(facts, problem, choose_tiles(facts, problem))
+    found = new_plan(facts, problem, choose_tiles(facts, problem))
     if not facts.is_forward:
         return found
     found = with_page_box(facts, with_selection_facts(facts, found))
@@ -173,9 +172,10 @@ def with_empty_rows(facts: CallFacts, problem: AttentionProblem) -> AttentionPro
     return replace(problem, may_empty_rows=may_empty_rows(problem, seqlens, facts.window.sides))
 
 
-def _new_plan(
+def new_plan(
     facts: CallFacts, problem: AttentionProblem, choice: FwdChoice | BwdChoice
 ) -> ExecutionPlan:
+    """The plan of a kernel with these tiles, without what they decide."""
     call, scale, out = facts.call, facts.call.options.softmax_scale, facts.call.tensors.out
     gradients, sink = None, call.tensors.learnable_sink
     if not facts.is_forward:

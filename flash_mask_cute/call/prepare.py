@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,9 +43,9 @@ def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFw
 
 def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     """The prepared form of a planned forward, with kernels compiled or from the cache."""
-    if plan.packed is not None:
-        inner = prepared_fwd(plan.packed)
-        return PackedForward(inner, plan.problem.needs_lse, plan.masks.is_causal)
+    if plan.packs:
+        inner = prepared_fwd(replace(plan, packs=False))
+        return PackedForward(inner, plan.problem.needs_lse, _mask_causal(plan))
     if plan.in_16_bits is not None:
         return DequantisedForward(plan, prepared_fwd(plan.in_16_bits))
     if plan.backend is Backend.CPU:
@@ -57,10 +58,7 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     elif plan.splits is not None:
         combine = CombinedForward.of_plan(plan)
     function = compiled_fwd(plan).function
-    prepared = KernelForward(plan, function, _mask_bits_maker(plan), combine, _tables_maker(plan))
-    if isinstance(plan.mask_bits, DocumentBitsPlan):
-        return PackedForward(prepared, plan.problem.needs_lse, mask_causal=None)
-    return prepared
+    return KernelForward(plan, function, _mask_bits_maker(plan), combine, _tables_maker(plan))
 
 
 def prepare_bwd(call: AttentionCall, target: Target | None = None) -> PreparedBwd:
@@ -71,17 +69,19 @@ def prepare_bwd(call: AttentionCall, target: Target | None = None) -> PreparedBw
 
 def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
     """As `prepared_fwd`, for a backward."""
-    if plan.packed is not None:
-        return PackedBackward(prepared_bwd(plan.packed), plan.masks.is_causal)
+    if plan.packs:
+        return PackedBackward(prepared_bwd(replace(plan, packs=False)), _mask_causal(plan))
     if plan.backend is Backend.CPU:
         return CpuBackward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyBackward(plan)
     makers = _mask_bits_maker(plan), _tables_maker(plan), _shared_maker(plan)
-    prepared = KernelBackward(plan, compiled_bwd(plan), *makers)
-    if isinstance(plan.mask_bits, DocumentBitsPlan):
-        return PackedBackward(prepared, mask_causal=None)
-    return prepared
+    return KernelBackward(plan, compiled_bwd(plan), *makers)
+
+
+def _mask_causal(plan: ExecutionPlan) -> bool | None:
+    """What intervals in a plain tensor mean; None: documents are found in a mask_mod."""
+    return None if isinstance(plan.mask_bits, DocumentBitsPlan) else plan.masks.is_causal
 
 
 def compiled_fwd(plan: ExecutionPlan) -> Compiled:
