@@ -9,12 +9,10 @@ from flash_mask_cute.block_sparsity import FULL, PARTIAL
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
 from flash_mask_cute.call.check.pages import describe_pages
 from flash_mask_cute.call.copies import describe_copies
-from flash_mask_cute.call.documents import call_by_documents
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.explain_backward import BackwardExplanation, explain_backward
 from flash_mask_cute.call.facts import Backend, CallFacts, target_of
 from flash_mask_cute.call.forward import cpu_call
-from flash_mask_cute.call.fp8 import call_in_16_bits
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.plan import kernel_problem, new_plan, plan
 from flash_mask_cute.call.prepare import built_fwd, compiled_fwd
@@ -120,15 +118,12 @@ def explain_fwd(
     keeps_code: compile it anew, for its PTX and machine code. Raises TypeError, ValueError,
     NotImplementedError as the call would."""
     device = str(call.tensors.q.device)
-    run, counted = plan(call, named or target_of(call.tensors.q)), call
-    if run.in_16_bits is not None:
-        return _explain_in_16_bits(call, run, named, keeps_code)
-    notes, packs = [], isinstance(run.mask_bits, DocumentBitsPlan)
-    if run.packs and not packs:
-        notes.append("the documents of the mask are packed sequences")
-        counted = call_by_documents(call)
+    run = plan(call, named or target_of(call.tensors.q))
+    counted = run.instead[0].call if run.instead else call
+    notes = [x.note for x in reversed(run.instead) if x.note]
     meta, code = _compiled_facts(run, device, notes, keeps_code)
     tiles = run.fwd_choice.tiles
+    packs = isinstance(run.mask_bits, DocumentBitsPlan)
     work_tiles = full = partial = empty = None
     if packs and device != "cpu":
         notes.append("tile counts are unknown: documents are found on the device")
@@ -140,7 +135,7 @@ def explain_fwd(
             notes.append("the CPU path packs no documents, so none are counted")
             to_count = replace(run.without_bits, choice=run.choice)
         work_tiles, full, partial, empty = _count_tiles(to_count, counted.tensors)
-        if counted is not call:
+        if counted.tensors.q.dim() != call.tensors.q.dim():
             notes.append(f"of their own tiles {full} are full and {partial} partial")
             facts = CallFacts.of(call, run.target)
             of_dense = new_plan(facts, kernel_problem(facts), run.choice)
@@ -175,23 +170,6 @@ def explain_fwd(
         backward=backward,
         **code,
     )
-
-
-def _explain_in_16_bits(
-    call: AttentionCall, coded: ExecutionPlan, named: Target | None, keeps_code: bool
-) -> Explanation:
-    """Explain a forward over keys and values in fp8 that are converted before attention."""
-    wide = call_in_16_bits(CallFacts.of(call, coded.target))
-    assert wide is not None
-    found = explain_fwd(wide, named, keeps_code)
-    num_bytes = wide.tensors.k.nbytes + wide.tensors.v.nbytes
-    _, why_not = explain_backward(call, coded)
-    notes = [
-        f"k and v are converted from fp8 before attention, to {num_bytes} bytes",
-        *filter(None, [found.note]),
-        f"there is no backward: {why_not}",
-    ]
-    return replace(found, backward=None, note="; ".join(notes))
 
 
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:
