@@ -17,7 +17,7 @@ from flash_mask_cute.call.cache_writes import (
     check_rotary_rows,
     check_written_once,
 )
-from flash_mask_cute.call.check.fp8 import check_descale, refuse_other_format
+from flash_mask_cute.call.check.fp8 import check_descale, ranks, refuse_other_format
 from flash_mask_cute.call.check.kvcache import Cache
 from flash_mask_cute.call.check.lengths import check_batch_vector, check_cu_seqlens, packed_lengths
 from flash_mask_cute.call.check.pages import check_pages
@@ -76,7 +76,8 @@ class Append(NamedTuple):
     @property
     def written_scales(self) -> tuple[Tensor | None, Tensor | None]:
         """The scales of rows, which the write sets for the new ones."""
-        k, v = (None if _rank(x) != 3 else x for x in (self.k_descale, self.v_descale))
+        scales = self.k_descale, self.v_descale
+        k, v = (x if n == 3 else None for x, n in zip(scales, ranks(*scales), strict=True))
         return k, v
 
     @property
@@ -128,12 +129,8 @@ class AppendFacts(NamedTuple):
             is_packed_q=rotates and x.cu_seqlens_q is not None,
             interleaved=not rotates or x.interleaved,
             advances=not rotates or x.advances,
-            scales=(_rank(x.k_descale), _rank(x.v_descale)) if x.in_fp8 else None,
+            scales=ranks(x.k_descale, x.v_descale) if x.in_fp8 else None,
         )
-
-
-def _rank(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.dim()
 
 
 def append(x: Append, target: Target | None = None) -> tuple[Tensor, Tensor]:

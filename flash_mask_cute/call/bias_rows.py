@@ -35,7 +35,7 @@ def with_bias_bits(facts: CallFacts, problem: AttentionProblem) -> AttentionProb
     varying = (
         *(problem.varlen_q, problem.varlen_k, problem.has_seqused_q, problem.has_seqused_k),
         *(problem.is_causal, problem.is_local, problem.has_lists, problem.has_bits),
-        *(problem.has_selected, problem.shared_kv, problem.in_fp8, bool(problem.optional)),
+        *(problem.has_selected, problem.shared_kv, bool(problem.optional)),
     )
     pages = facts.call.tensors.lengths.page_table
     absent = problem.intervals, problem.q_start, problem.split, pages

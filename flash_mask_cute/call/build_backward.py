@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flash_mask_cute.call.execution_plan import ExecutionPlan, ShortTile
+from flash_mask_cute.call.execution_plan import ExecutionPlan, GradientFacts, ShortTile
 from flash_mask_cute.call.forward import NO_MODS, cached_attention
-from flash_mask_cute.call.gradient_facts import GradientFacts
 from flash_mask_cute.call.kernel_operands import (
     BACKWARD,
     fakes,

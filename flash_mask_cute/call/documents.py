@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from flash_mask_cute.call.arguments import (
     Tensors,
 )
 from flash_mask_cute.call.copies import new_gradient
+from flash_mask_cute.call.execution_plan import Instead
+from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.masks import column_mask_of
 from flash_mask_cute.limits import MAX_PACKED_ROWS, MAX_PACKED_SEQLEN
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
@@ -94,14 +97,9 @@ def rows_follow(*tensors: Tensor | None) -> bool:
 # -- how ----------------------------------------------------------------------------------------
 
 
-def packs_documents(call: AttentionCall) -> bool:
-    """Whether the documents of a call's mask become packed sequences."""
-    return _may_hold_documents(call) and can_pack(call)
-
-
 def packs_declared_documents(call: AttentionCall) -> bool:
-    """The same for operators, of declared documents only: a limit on lengths would be a guard of
-    the trace."""
+    """Whether documents of a call's mask become packed sequences, for operators. Only declared
+    ones do: a limit on lengths would be a guard of the trace."""
     mask = None if call.masks is None else call.masks.startend_row_indices
     is_declared = isinstance(mask, ColumnMask) and mask.documents is True
     return is_declared and _may_hold_documents(call)
@@ -129,23 +127,28 @@ def can_pack(call: AttentionCall) -> bool:
     return rows_follow(x.q, x.k, x.v, x.out, of.dq, of.dk, of.dv)
 
 
-def call_by_documents(call: AttentionCall, needs_lse: bool) -> AttentionCall:
-    """The call with the documents of its mask as packed sequences. needs_lse: of a forward."""
-    batch, seqlen = call.tensors.q.shape[:2]
-    tensors = call.tensors
+def call_by_documents(facts: CallFacts) -> Instead | None:
+    """The call with the documents of its mask as packed sequences, if it is computed so."""
+    call, tensors = facts.call, facts.call.tensors
+    if not (_may_hold_documents(call) and can_pack(call)):
+        return None
+    batch, seqlen = tensors.q.shape[:2]
     if call.direction is Direction.BACKWARD:
         tensors = as_rows_bwd(with_gradients(tensors))
     else:
         tensors = as_rows(tensors)
     tensors, masks = by_documents(tensors, call.masks, call.options.causal, batch)
-    options = replaced(
-        call.options,
-        max_seqlen_q=seqlen,
-        max_seqlen_k=seqlen,
-        return_lse=needs_lse,
-        q_start=NO_START,
-    )
-    return replaced(call, tensors=tensors, masks=masks, options=options)
+    options = replaced(call.options, max_seqlen_q=seqlen, max_seqlen_k=seqlen, q_start=NO_START)
+    packed = replaced(call, tensors=tensors, masks=masks, options=options)
+    note = "the documents of the mask are packed sequences"
+    return Instead(packed, packing(facts, facts.masks.is_causal), note)
+
+
+def packing(facts: CallFacts, mask_causal: bool | None) -> Callable[[Any], Any]:
+    """Makes a prepared call of that of a packed batch. mask_causal: as in `PackedForward`."""
+    if facts.is_forward:
+        return partial(PackedForward, needs_lse=facts.needs_lse, mask_causal=mask_causal)
+    return partial(PackedBackward, mask_causal=mask_causal)
 
 
 def by_documents(

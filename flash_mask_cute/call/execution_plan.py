@@ -6,18 +6,17 @@ A file that decides about a part imports this one, which knows no decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Direction
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.facts import Backend
-from flash_mask_cute.call.gradient_facts import GradientFacts
 from flash_mask_cute.call.masks import ResolvedMasks
-from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
+from flash_mask_cute.call.problem import AttentionProblem, FwdShapes, Padding, sink_dtype
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.call.tiles.config import ROWS_OF_LISTS, BwdChoice, FwdChoice, FwdTiles
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, PARALLEL_SPLITS, SEQUENTIAL_SPLITS
@@ -26,6 +25,7 @@ from flash_mask_cute.mask_prep.mask_bits import BitTiles, MaskBitsPlan
 from flash_mask_cute.masks.q_start import NO_START, QStart
 from flash_mask_cute.mods.fixed_point_sums import NUM_WORDS
 from flash_mask_cute.mods.read_classes import DifferenceRead, SummedDifference
+from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.target import Target
 
 
@@ -33,6 +33,49 @@ class Conversion(Protocol):
     """Makes of a tensor one that kernels take (`copies.py`). None stands for no conversion."""
 
     def __call__(self, tensor: Tensor) -> Tensor: ...
+
+
+class Instead(NamedTuple):
+    """A call that is computed in place of the caller's. wrap: makes the caller's prepared call of
+    that of `call`. note: in words."""
+
+    call: AttentionCall
+    wrap: Callable[[Any], Any]
+    note: str = ""
+
+    def __repr__(self) -> str:
+        return self.note
+
+
+class GradientFacts(NamedTuple):
+    """Facts that determine the kernels of a backward, besides its problem.
+
+    sink_dtype: of a sink whose gradient is requested, or that identifies queries that see
+    nothing, as kernels read it.
+    """
+
+    has_dlse: bool
+    has_lse_low: bool
+    sink_dtype: str | None
+    score_mod_bwd: Callable[..., Any] | None
+    padding: Padding
+
+    @staticmethod
+    def of(
+        call: AttentionCall, problem: AttentionProblem, sink: torch.Tensor | None
+    ) -> GradientFacts:
+        x, of = call.tensors, call.tensors.gradients
+        return GradientFacts(
+            has_dlse=of.dlse is not None,
+            has_lse_low=x.lse_low is not None,
+            sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
+            score_mod_bwd=call.backward.score_mod_bwd,
+            padding=Padding(
+                problem.varlen_q and of.dq is None,
+                problem.varlen_k and of.dk is None,
+                problem.varlen_k and of.dv is None,
+            ),
+        )
 
 
 class Splits(NamedTuple):
@@ -200,11 +243,10 @@ class ExecutionPlan:
 
     mask_bits: for evaluating a mask_mod once for all heads before attention. problem and shapes are
     then those of the kernel that reads the bits, and without_bits is the plan of a kernel that
-    evaluates the callable itself. packed: the plan of packed sequences that are computed instead,
-    for a mask that may hold documents. splits: None for one pass. fixed_splits: of the keys, if
-    sums have an order. in_16_bits: the plan of the call over keys and values that are first
-    converted from fp8. shared: results of a kernel that walks over batch entries, such as gradients
-    of aux tensors; the problem then does not want these.
+    evaluates the callable itself. instead: this plan is that of the first one's call. splits: None
+    for one pass. fixed_splits: of the keys, if sums have an order. shared: results of a kernel that
+    walks over batch entries, such as gradients of aux tensors; the problem then does not want
+    these.
     """
 
     direction: Direction
@@ -226,8 +268,7 @@ class ExecutionPlan:
     out_dtype: str = ""
     mask_bits: MaskBitsPlan | None = None
     without_bits: ExecutionPlan | None = None
-    packed: ExecutionPlan | None = None
-    in_16_bits: ExecutionPlan | None = None
+    instead: tuple[Instead, ...] = ()
     splits: Splits | None = None
     fixed_splits: FixedSplits | None = None
     tables: DifferenceTables | None = None
@@ -288,6 +329,5 @@ class ExecutionPlan:
         problem = self.problem
         if isinstance(choice, FwdChoice):
             problem = replace(problem, packed_heads=choice.packed_heads)
-            problem = problem.with_few_rows(self.shapes)
         problem = self.masks.with_form_of_lists(problem, choice, arch_spec(self.target))
         return replace(self, problem=problem, choice=choice)

@@ -9,14 +9,12 @@ from flash_mask_cute.block_sparsity import FULL, PARTIAL
 from flash_mask_cute.call.arguments import AttentionCall, Tensors
 from flash_mask_cute.call.check.pages import describe_pages
 from flash_mask_cute.call.copies import describe_copies
-from flash_mask_cute.call.documents import call_by_documents
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.explain_backward import BackwardExplanation, explain_backward
 from flash_mask_cute.call.facts import Backend, CallFacts, target_of
 from flash_mask_cute.call.forward import cpu_call
-from flash_mask_cute.call.fp8 import call_in_16_bits
 from flash_mask_cute.call.masks import ResolvedMasks
-from flash_mask_cute.call.plan import plan
+from flash_mask_cute.call.plan import kernel_problem, new_plan, plan
 from flash_mask_cute.call.prepare import built_fwd, compiled_fwd
 from flash_mask_cute.call.selection import explain_selection
 from flash_mask_cute.call.tiles.arch import arch_spec
@@ -120,14 +118,9 @@ def explain_fwd(
     keeps_code: compile it anew, for its PTX and machine code. Raises TypeError, ValueError,
     NotImplementedError as the call would."""
     device = str(call.tensors.q.device)
-    dense = plan(call, named or target_of(call.tensors.q))
-    if dense.in_16_bits is not None:
-        return _explain_in_16_bits(call, dense, named, keeps_code)
-    run, counted = dense.packed or dense, call
-    notes = []
-    if run is not dense:
-        notes.append("the documents of the mask are packed sequences")
-        counted = call_by_documents(call, dense.problem.needs_lse)
+    run = plan(call, named or target_of(call.tensors.q))
+    counted = run.instead[0].call if run.instead else call
+    notes = [x.note for x in reversed(run.instead) if x.note]
     meta, code = _compiled_facts(run, device, notes, keeps_code)
     tiles = run.fwd_choice.tiles
     packs = isinstance(run.mask_bits, DocumentBitsPlan)
@@ -142,13 +135,14 @@ def explain_fwd(
             notes.append("the CPU path packs no documents, so none are counted")
             to_count = replace(run.without_bits, choice=run.choice)
         work_tiles, full, partial, empty = _count_tiles(to_count, counted.tensors)
-        if run is not dense:
+        if counted.tensors.q.dim() != call.tensors.q.dim():
             notes.append(f"of their own tiles {full} are full and {partial} partial")
-            of_dense = dense.with_choice(run.choice)
+            facts = CallFacts.of(call, run.target)
+            of_dense = new_plan(facts, kernel_problem(facts), run.choice)
             _, full, partial, empty = _count_tiles(of_dense, call.tensors)
     if run.shapes.is_empty:
         notes.append("nothing is launched: there are no queries or no keys")
-    backward, why_not = explain_backward(call, dense)
+    backward, why_not = explain_backward(call, run)
     if backward is None:
         notes.append(f"there is no backward: {why_not}")
     return Explanation(
@@ -176,23 +170,6 @@ def explain_fwd(
         backward=backward,
         **code,
     )
-
-
-def _explain_in_16_bits(
-    call: AttentionCall, coded: ExecutionPlan, named: Target | None, keeps_code: bool
-) -> Explanation:
-    """Explain a forward over keys and values in fp8 that are converted before attention."""
-    wide = call_in_16_bits(CallFacts.of(call, coded.target))
-    assert wide is not None
-    found = explain_fwd(wide, named, keeps_code)
-    num_bytes = wide.tensors.k.nbytes + wide.tensors.v.nbytes
-    _, why_not = explain_backward(call, coded)
-    notes = [
-        f"k and v are converted from fp8 before attention, to {num_bytes} bytes",
-        *filter(None, [found.note]),
-        f"there is no backward: {why_not}",
-    ]
-    return replace(found, backward=None, note="; ".join(notes))
 
 
 def _describe_pages(run: ExecutionPlan, tensors: Tensors) -> str:

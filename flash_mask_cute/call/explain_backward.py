@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flash_mask_cute.call.arguments import NO_MASKS, AttentionCall, Direction, Gradients
 from flash_mask_cute.call.batch_sums import AuxGradient, explain_reads, traits_of
-from flash_mask_cute.call.check.fp8 import NO_GRADIENTS
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.plan import plan
@@ -79,15 +78,12 @@ def explain_backward(
     call: AttentionCall, run: ExecutionPlan
 ) -> tuple[BackwardExplanation | None, str]:
     """Explain the backward of a forward whose plan is `run`; or None, and why there is none."""
-    if run.problem.in_fp8:
-        return None, NO_GRADIENTS
     if call.tensors.lengths.page_table is not None:
         return None, "keys in pages have no gradients"
     try:
         backward = plan(backward_call(call), run.target)
     except NotImplementedError as error:
         return None, str(error)
-    backward = backward.packed or backward
     choice, scratch_bytes, parts_bytes = _choice_of(backward), None, 0
     smem_bytes = choice.smem_bytes
     if backward.backend is Backend.KERNEL:

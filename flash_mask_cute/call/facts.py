@@ -84,6 +84,11 @@ class CallFacts:
         return spec if forward is None else replace(spec, forward=forward)
 
     @property
+    def needs_lse(self) -> bool:
+        x = self.call.tensors
+        return self.call.options.return_lse or not (x.lse is x.lse_low is None)
+
+    @property
     def has_config(self) -> bool:
         """Whether the caller set a field of the configuration."""
         return bool(given_fields(self.call.config))

@@ -105,12 +105,7 @@ def build_fwd(
         split=problem.split,
         page_box=problem.keys_of_box,
         shared_kv=problem.shared_kv,
-        **({"in_fp8": True, "few_rows": problem.few_rows} if problem.in_fp8 else {}),
-        **({"lists_per_warpgroup": True} if problem.lists_per_warpgroup else {}),
-        **({"shares_mask": True} if problem.shares_mask else {}),
-        **({"gathers": problem.gathers} if problem.gathers else {}),
-        **({"cached_bias_bits": problem.cached_bias_bits} if problem.cached_bias_bits else {}),
-        **({"statistics": problem.statistics_block} if problem.statistics else {}),
+        **problem.rare_options,
         **of_arch.options(tiles),
     )
     smem_bytes = kernel.traits.smem_bytes
@@ -262,9 +257,7 @@ class CpuForward:
         plan, x = self._plan, tensors
         # the CPU path does not write rows that no sequence uses
         out, lse = self._new_outputs.of_empty_rows(x)
-        if plan.problem.in_fp8 or x.lengths.page_table is not None:
-            k, v = keys_in_rows(x)
-            x = replaced(x, k=k, v=v)
+        x = keys_in_rows(x)
         num_splits = 1 if plan.splits is None else plan.splits.number
         tiles = CpuTiles(
             *plan.walk_tile,

@@ -7,20 +7,26 @@ run the call over 16 bits.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import AttentionCall, Masks, PreparedFwd, Tensors
-from flash_mask_cute.call.copies import convert
-from flash_mask_cute.call.execution_plan import ExecutionPlan
-from flash_mask_cute.call.facts import CallFacts
+from flash_mask_cute.call.arguments import Masks, PreparedFwd, Tensors
+from flash_mask_cute.call.check.fp8 import ranks
+from flash_mask_cute.call.copies import byte_conversion, convert
+from flash_mask_cute.call.execution_plan import ExecutionPlan, Instead
+from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.forward import current_device
+from flash_mask_cute.core.packed_heads import padded_group
+from flash_mask_cute.core.stream_k import FEW_ROWS
+from flash_mask_cute.limits import MAX_HEAD_DIM
 from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.compiler import by_facts, compile_object, options_of
-from flash_mask_cute.runtime.dtypes import FP8
+from flash_mask_cute.runtime.dtypes import FP8, dtype_name
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
@@ -31,13 +37,27 @@ LEAST_ROWS = 1024
 MOST_BYTES = 512 << 20
 
 
-def call_in_16_bits(facts: CallFacts) -> AttentionCall | None:
+def call_in_16_bits(facts: CallFacts) -> Instead | None:
     """The call over converted keys and values, if they are converted before attention. Its k and v
-    are (batch, capacity, heads, d), for plans alone: on a GPU they hold no memory."""
+    are (batch, capacity, heads, d), for plans alone: on a GPU they hold no memory. Raises
+    NotImplementedError: no kernel converts them."""
     call, shapes = facts.call, facts.shapes
     x = call.tensors
-    if not facts.is_forward or x.k.dtype != FP8 or shapes.is_empty:
+    if x.k.dtype != FP8 or facts.backend is Backend.CPU:
         return None
+    spec, dims = facts.spec, (shapes.head_dim, shapes.head_dim_v)
+    if not any(y.name == "in_fp8" for y in fields(spec.forward.load_traits())):
+        raise NotImplementedError(
+            f"k and v in float8_e4m3fn are not supported on {spec.name}: convert them to the dtype "
+            f"of q ({dtype_name(x.q.dtype)})"
+        )
+    if shapes.is_empty:
+        return None
+    if max(dims) > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"head_dim and head_dim_v above {MAX_HEAD_DIM} are not supported with k and v in "
+            f"float8_e4m3fn; got {dims[0]} and {dims[1]}"
+        )
     if not (x.optional.kv_batch_idx is x.optional.leftpad_k is None):
         return None
     # a window shows few keys of a cache
@@ -48,15 +68,25 @@ def call_in_16_bits(facts: CallFacts) -> AttentionCall | None:
         # rows that visit a key, if neighbouring queries chose the same
         chosen = min(selected.indices.shape[-1] * selected.block_size, shapes.seqlen_k)
         rows = rows * chosen // shapes.seqlen_k
-    width = shapes.head_dim + shapes.head_dim_v
     keys = shapes.batch * shapes.seqlen_k * shapes.heads_kv
-    if rows < LEAST_ROWS or keys * width * x.q.itemsize > MOST_BYTES:
+    if rows < LEAST_ROWS or keys * sum(dims) * x.q.itemsize > MOST_BYTES:
         return None
     of_cache = shapes.batch, shapes.seqlen_k, shapes.heads_kv
-    k, v = (_without_memory(x.q, (*of_cache, dim)) for dim in (shapes.head_dim, shapes.head_dim_v))
+    k, v = (_without_memory(x.q, (*of_cache, dim)) for dim in dims)
     lengths = replaced(x.lengths, page_table=None)
     optional = replaced(x.optional, k_descale=None, v_descale=None)
-    return replaced(call, tensors=replaced(x, k=k, v=v, lengths=lengths, optional=optional))
+    call = replaced(call, tensors=replaced(x, k=k, v=v, lengths=lengths, optional=optional))
+    note = f"k and v are converted from fp8 before attention, to {k.nbytes + v.nbytes} bytes"
+    return Instead(call, partial(DequantisedForward, facts), note)
+
+
+def with_few_rows(plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan with `few_rows` of its problem filled in."""
+    problem = plan.problem
+    if not problem.in_fp8 or problem.varlen_q:
+        return plan
+    few_rows = plan.shapes.seqlen_q * padded_group(problem.packed_heads) <= FEW_ROWS
+    return replace(plan, problem=replace(problem, few_rows=few_rows))
 
 
 def _without_memory(q: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -102,24 +132,23 @@ def build_dequantise(facts: DequantiseFacts, target: Target) -> Compiled:
 class DequantisedForward:
     """Converts keys and values, and runs the prepared call over them."""
 
-    def __init__(self, plan: ExecutionPlan, inner: PreparedFwd) -> None:
-        assert plan.in_16_bits is not None
+    def __init__(self, facts: CallFacts, inner: PreparedFwd) -> None:
         self.inner = inner
-        problem, shapes = plan.problem, plan.in_16_bits.shapes
+        x, shapes = facts.call.tensors, facts.shapes
         dims = shapes.head_dim, shapes.head_dim_v
         rows = shapes.batch, shapes.seqlen_k, shapes.heads_kv
         self._shapes = tuple((*rows, dim) for dim in dims)
-        self._conversions = plan.conversions["k"], plan.conversions["v"]
-        self._index = -1 if plan.device.index is None else plan.device.index
-        ranks = {x.name: x.rank for x in problem.optional}
-        facts = DequantiseFacts(
-            problem.dtype,
+        self._conversions = byte_conversion(x.k), byte_conversion(x.v)
+        self._index = -1 if x.q.device.index is None else x.q.device.index
+        scales = x.optional.k_descale, x.optional.v_descale
+        of_code = DequantiseFacts(
+            dtype_name(x.q.dtype),
             dims,
-            problem.has_seqused_k,
-            problem.page_box is not None,
-            (ranks.get("k_descale"), ranks.get("v_descale")),
+            x.lengths.seqused_k is not None,
+            x.lengths.page_table is not None,
+            ranks(*scales),
         )
-        self._function = by_facts(KERNEL_NAME, facts, build_dequantise, plan.target).function
+        self._function = by_facts(KERNEL_NAME, of_code, build_dequantise, facts.target).function
 
     def __call__(
         self, tensors: Tensors, masks: Masks | None = None

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flash_mask_cute.call.copies import with_conversions
-from flash_mask_cute.call.documents import as_rows, as_rows_bwd, can_pack
-from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.documents import as_rows, as_rows_bwd, can_pack, packing
+from flash_mask_cute.call.execution_plan import ExecutionPlan, Instead
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.call.tile_choice import choose_tiles
@@ -116,6 +116,8 @@ def with_mask_bits(facts: CallFacts, plan: ExecutionPlan, limits: Limits) -> Exe
     reading = replace(reading, problem=problem, mask_bits=mask_bits, without_bits=plan)
     if not isinstance(mask_bits, DocumentBitsPlan):
         return reading
+    instead = Instead(facts.call, packing(facts, mask_causal=None))
+    reading = replace(reading, instead=(instead,))
     shapes, problem = packed_sequences(reading.shapes, problem)
     tensors = facts.call.tensors
     rows = as_rows(tensors) if facts.is_forward else as_rows_bwd(tensors)

@@ -13,12 +13,11 @@ from flash_mask_cute.call.batch_sums import sums_in_order, with_shared_sums
 from flash_mask_cute.call.bias_rows import with_bias_bits, with_entry_order
 from flash_mask_cute.call.check.pages import page_box_of
 from flash_mask_cute.call.copies import has_shared_kv, sink_conversion, with_conversions
-from flash_mask_cute.call.documents import call_by_documents, packs_documents
-from flash_mask_cute.call.execution_plan import ExecutionPlan
+from flash_mask_cute.call.documents import call_by_documents
+from flash_mask_cute.call.execution_plan import ExecutionPlan, GradientFacts
 from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.fixed_splits import with_fixed_splits
-from flash_mask_cute.call.fp8 import call_in_16_bits
-from flash_mask_cute.call.gradient_facts import GradientFacts
+from flash_mask_cute.call.fp8 import call_in_16_bits, with_few_rows
 from flash_mask_cute.call.mask_bits import LIMITS, Limits, with_mask_bits
 from flash_mask_cute.call.problem import (
     AttentionProblem,
@@ -55,18 +54,16 @@ def plan(
     instead of `LIMITS`. Raises TypeError, ValueError, NotImplementedError, naming argument and
     value."""
     facts = CallFacts.of(call, target)
+    if (other := call_by_documents(facts) or call_in_16_bits(facts)) is not None:
+        found = plan(other.call, target, limits)
+        return replace(found, instead=(*found.instead, other))
     found = with_tiles(facts, kernel_problem(facts))
-    if packs_documents(call):
-        packed = call_by_documents(call, found.problem.needs_lse)
-        return replace(found, packed=plan(packed, target, limits))
     if found.backend is Backend.CPU:
         return found
     refuse_on_gpu(facts, found.problem)
     found = with_conversions(found, call.tensors)
     if found.backend is Backend.EMPTY:
         return found
-    if (in_16_bits := call_in_16_bits(facts)) is not None:
-        return replace(found, in_16_bits=plan(in_16_bits, target, limits))
     refuse_large_selection(facts)
     if (once := call_in_one_pass(facts, found)) is not None:
         in_one_pass = plan(once, target, limits)
@@ -91,10 +88,10 @@ def kernel_problem(facts: CallFacts) -> AttentionProblem:
 
 def with_tiles(facts: CallFacts, problem: AttentionProblem) -> ExecutionPlan:
     """The plan of a kernel that evaluates all masks itself."""
-    found = _new_plan(facts, problem, choose_tiles(facts, problem))
+    found = new_plan(facts, problem, choose_tiles(facts, problem))
     if not facts.is_forward:
         return found
-    found = with_page_box(facts, with_selection_facts(facts, found))
+    found = with_page_box(facts, with_selection_facts(facts, with_few_rows(found)))
     return with_fixed_splits(facts, found) if facts.is_ordered else with_splits(facts, found)
 
 
@@ -127,7 +124,7 @@ def _fwd_problem(facts: CallFacts) -> AttentionProblem:
     problem = replace(
         problem,
         sink_dtype=None if sink is None else dtype_name(sink_dtype(sink)),
-        needs_lse=call.options.return_lse or not (x.lse is x.lse_low is None),
+        needs_lse=facts.needs_lse,
         needs_max_scores=x.max_scores is not None,
         optional=tuple(
             GivenTensor(name, dtype_name(y.dtype), y.dim())
@@ -173,9 +170,10 @@ def with_empty_rows(facts: CallFacts, problem: AttentionProblem) -> AttentionPro
     return replace(problem, may_empty_rows=may_empty_rows(problem, seqlens, facts.window.sides))
 
 
-def _new_plan(
+def new_plan(
     facts: CallFacts, problem: AttentionProblem, choice: FwdChoice | BwdChoice
 ) -> ExecutionPlan:
+    """The plan of a kernel with these tiles, without what they decide."""
     call, scale, out = facts.call, facts.call.options.softmax_scale, facts.call.tensors.out
     gradients, sink = None, call.tensors.learnable_sink
     if not facts.is_forward:

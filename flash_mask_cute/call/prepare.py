@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from flash_mask_cute.call.backward import CpuBackward, EmptyBackward, KernelBack
 from flash_mask_cute.call.batch_sums import MakeSharedSums, compile_shared_sums
 from flash_mask_cute.call.build_backward import BwdKernels, compile_bwd, compile_short
 from flash_mask_cute.call.check.validate import refuse_transforms
-from flash_mask_cute.call.documents import PackedBackward, PackedForward
 from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.facts import Backend
 from flash_mask_cute.call.fixed_splits import fixed_splits_of
@@ -22,13 +22,12 @@ from flash_mask_cute.call.forward import (
     build_fwd,
     compile_fwd,
 )
-from flash_mask_cute.call.fp8 import DequantisedForward
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.call.problem import Mods
 from flash_mask_cute.call.splits import CombinedForward
 from flash_mask_cute.call.tables import MakeDifferenceTables, compile_difference_tables
 from flash_mask_cute.call.tiles.arch import arch_spec
-from flash_mask_cute.mask_prep.mask_bits import DocumentBitsPlan, MakeMaskBits, compile_mask_bits
+from flash_mask_cute.mask_prep.mask_bits import MakeMaskBits, compile_mask_bits
 from flash_mask_cute.runtime.cache import Compiled
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
@@ -42,11 +41,9 @@ def prepare_fwd(call: AttentionCall, target: Target | None = None) -> PreparedFw
 
 def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     """The prepared form of a planned forward, with kernels compiled or from the cache."""
-    if plan.packed is not None:
-        inner = prepared_fwd(plan.packed)
-        return PackedForward(inner, plan.problem.needs_lse, plan.masks.is_causal)
-    if plan.in_16_bits is not None:
-        return DequantisedForward(plan, prepared_fwd(plan.in_16_bits))
+    if plan.instead:
+        *others, last = plan.instead
+        return last.wrap(prepared_fwd(replace(plan, instead=tuple(others))))
     if plan.backend is Backend.CPU:
         return CpuForward(plan)
     if plan.backend is Backend.EMPTY:
@@ -57,10 +54,7 @@ def prepared_fwd(plan: ExecutionPlan) -> PreparedFwd:
     elif plan.splits is not None:
         combine = CombinedForward.of_plan(plan)
     function = compiled_fwd(plan).function
-    prepared = KernelForward(plan, function, _mask_bits_maker(plan), combine, _tables_maker(plan))
-    if isinstance(plan.mask_bits, DocumentBitsPlan):
-        return PackedForward(prepared, plan.problem.needs_lse, mask_causal=None)
-    return prepared
+    return KernelForward(plan, function, _mask_bits_maker(plan), combine, _tables_maker(plan))
 
 
 def prepare_bwd(call: AttentionCall, target: Target | None = None) -> PreparedBwd:
@@ -71,17 +65,15 @@ def prepare_bwd(call: AttentionCall, target: Target | None = None) -> PreparedBw
 
 def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
     """As `prepared_fwd`, for a backward."""
-    if plan.packed is not None:
-        return PackedBackward(prepared_bwd(plan.packed), plan.masks.is_causal)
+    if plan.instead:
+        *others, last = plan.instead
+        return last.wrap(prepared_bwd(replace(plan, instead=tuple(others))))
     if plan.backend is Backend.CPU:
         return CpuBackward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyBackward(plan)
     makers = _mask_bits_maker(plan), _tables_maker(plan), _shared_maker(plan)
-    prepared = KernelBackward(plan, compiled_bwd(plan), *makers)
-    if isinstance(plan.mask_bits, DocumentBitsPlan):
-        return PackedBackward(prepared, mask_causal=None)
-    return prepared
+    return KernelBackward(plan, compiled_bwd(plan), *makers)
 
 
 def compiled_fwd(plan: ExecutionPlan) -> Compiled:
@@ -149,6 +141,6 @@ def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:
 def may_be_kept(prepared: PreparedFwd | PreparedBwd) -> bool:
     """Whether a prepared call may run later calls. On the CPU it may not, where every call checks
     the contents of cu_seqlens and seqused."""
-    if isinstance(prepared, PackedForward | PackedBackward | DequantisedForward):
-        return may_be_kept(prepared.inner)
+    while (inner := getattr(prepared, "inner", None)) is not None:
+        prepared = inner
     return not isinstance(prepared, CpuForward | CpuBackward)

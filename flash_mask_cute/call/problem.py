@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_mask_cute.core.fixed_splits import ORDERED
-from flash_mask_cute.core.packed_heads import padded_group, rows_of_listed
-from flash_mask_cute.core.stream_k import FEW_ROWS
+from flash_mask_cute.core.packed_heads import rows_of_listed
 from flash_mask_cute.limits import LEAST_BOX, MAX_HEAD_DIM, OPEN_WINDOW
 
 
@@ -177,11 +176,13 @@ class AttentionProblem:
         """Whether a forward reads this one of `OptionalTensors`."""
         return any(x.name == name for x in self.optional)
 
-    def with_few_rows(self, shapes: FwdShapes) -> AttentionProblem:
-        """The same, with `few_rows` filled in."""
-        rows = shapes.seqlen_q * padded_group(self.packed_heads)
-        few_rows = self.in_fp8 and not self.varlen_q and rows <= FEW_ROWS
-        return self if few_rows == self.few_rows else replace(self, few_rows=few_rows)
+    @property
+    def rare_options(self) -> dict[str, Any]:
+        """Options of a forward's kernel that it may not have, as far as they are set."""
+        statistics = self.statistics_block if self.statistics else None
+        names = "in_fp8", "few_rows", "lists_per_warpgroup", "shares_mask", "gathers"
+        given = {x: getattr(self, x) for x in (*names, "cached_bias_bits")}
+        return {x: y for x, y in (given | {"statistics": statistics}).items() if y}
 
     @property
     def keys_of_box(self) -> int | None:

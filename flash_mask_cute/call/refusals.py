@@ -37,8 +37,6 @@ def _refuse_wide_heads(facts: CallFacts, problem: AttentionProblem) -> None:
         reason = f"not supported on {facts.spec.name}"
     elif dims[0] != dims[1]:
         reason = "supported only where both are equal"
-    elif problem.in_fp8:
-        reason = "not supported with k and v in float8_e4m3fn"
     elif facts.call.options.is_recorded or not facts.is_forward:
         # of a score, one CTA has S and another dP
         name = problem.score_modifier or ("selected blocks" if problem.has_selected else None)
@@ -60,11 +58,6 @@ def refuse_on_gpu(facts: CallFacts, problem: AttentionProblem) -> None:
         raise NotImplementedError(
             f"causal as a tensor is not supported on {spec.name}: give one bool, or a call for "
             f"each kind of sequences, got {brief(given.tensors.optional.causal_per_seq)}"
-        )
-    if problem.in_fp8 and not kernel.reads_fp8:
-        raise NotImplementedError(
-            f"k and v in float8_e4m3fn are not supported on {spec.name}: convert them to the dtype "
-            f"of q ({problem.dtype})"
         )
     if split is not None and not kernel.orders_sums:
         raise NotImplementedError(

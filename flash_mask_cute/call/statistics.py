@@ -25,7 +25,6 @@ from flash_mask_cute.cpu.statistics import statistics_cpu
 from flash_mask_cute.limits import MAX_HEAD_DIM
 from flash_mask_cute.mods.fixed_point_sums import NUM_WORDS
 from flash_mask_cute.runtime.checks import check_bool, check_fp32
-from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
@@ -86,7 +85,7 @@ def plan_statistics(
     check_fp32("lse", lse, (*batch, heads, queries), x.q.device, or_wide=is_wide)
     is_kernel, (m, n) = found.backend is Backend.KERNEL, request.block_size
     refused = {
-        f"k in {FP8}": x.k.dtype is FP8,
+        f"k in {x.k.dtype}": x.k.dtype != x.q.dtype,
         "block_sparse_tensors as SelectedBlocks": found.masks.selected is not None,
         f"GPUs of {found.spec.name}": is_kernel and found.spec.statistics is None,
         f"head_dim above {MAX_HEAD_DIM}, got {head_dim}": is_kernel and head_dim > MAX_HEAD_DIM,

@@ -26,7 +26,6 @@ from flash_mask_cute.call.second_walk import SecondWalk, prepared
 from flash_mask_cute.cpu.tangent import Tangents, flash_attn_tangent_cpu
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 from flash_mask_cute.runtime.checks import brief
-from flash_mask_cute.runtime.dtypes import FP8
 from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
@@ -42,7 +41,8 @@ def refuse_beside_tangents(call: AttentionCall, others: Iterable[str] = ()) -> N
     lists: Any = masks.block_sparse_tensors_torch
     given: dict[str, Any] = {"score_mod": masks.score_mod, "out": x.out} | x.optional._asdict()
     given |= {"page_table": x.lengths.page_table, "softcap": softcap or None}
-    given["k in float8_e4m3fn"] = x.k if getattr(x.k, "dtype", None) == FP8 else None
+    of_q, of_k = (getattr(y, "dtype", None) for y in (x.q, x.k))
+    given[f"k in {of_k} beside q in {of_q}"] = None if of_k == of_q else x.k
     given["SelectedBlocks"] = lists if isinstance(lists, SelectedBlocks) else None
     given["causal as a tensor"] = given.pop("causal_per_seq")
     for name, value in given.items():

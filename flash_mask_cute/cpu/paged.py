@@ -8,9 +8,12 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import Tensors
 
 
-def keys_in_rows(x: Tensors) -> tuple[Tensor, Tensor]:
-    """The keys and the values of a call as its sequences have them, in the dtype of q."""
-    return _in_rows(x.k, x.optional.k_descale, x), _in_rows(x.v, x.optional.v_descale, x)
+def keys_in_rows(x: Tensors) -> Tensors:
+    """A call with keys and values as its sequences have them, in the dtype of q."""
+    if x.k.dtype == x.q.dtype and x.lengths.page_table is None:
+        return x
+    k, v = _in_rows(x.k, x.optional.k_descale, x), _in_rows(x.v, x.optional.v_descale, x)
+    return x._replace(k=k, v=v)
 
 
 def _in_rows(cache: Tensor, descale: Tensor | None, x: Tensors) -> Tensor:

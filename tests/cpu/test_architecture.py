@@ -83,10 +83,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call.masks", "call.tiles", "call.check", "call.arguments", "call.problem"),
         *("call.settings", "masks.q_start", "runtime", *INDEX_RULES),
     ),
-    "call.gradient_facts": ("call.arguments", "call.problem", "runtime"),
     # records; those who decide about them come after
     "call.execution_plan": (
-        *("call.facts", "call.gradient_facts", "call.masks", "call.tiles", "call.arguments"),
+        *("call.facts", "call.masks", "call.tiles", "call.arguments"),
         *("call.problem", "masks.q_start", "mask_prep", "mods", "runtime", *INDEX_RULES),
     ),
     # steps of a plan, beside what they compile and launch; then `plan`, `prepare` and `explain`

@@ -68,7 +68,7 @@ def test_the_bits_of_16(
         for (k, v), more in ((call.numbers, {}), (call.codes, call.descales)):
             made = forward_call(call.q, k, v, **call.keywords, **more)
             plan = planned(made, Target(ARCH, num_sms=2))
-            assert (plan.in_16_bits is not None) == bool(more), case.name
+            assert bool(plan.instead) == bool(more), case.name
             with quiet_run(simulator, seed):
                 out, lse = run_on_simulator(made)
             assert lse is not None and out.isfinite().all(), case.name

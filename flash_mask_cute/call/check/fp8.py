@@ -119,6 +119,11 @@ def check_places(call: AttentionCall, batch: int) -> None:
             check_descale(descale, name, cache, batch)
 
 
+def ranks(k: Tensor | None, v: Tensor | None) -> tuple[int | None, int | None]:
+    """The dimensions of both scales, on which code depends."""
+    return None if k is None else k.dim(), None if v is None else v.dim()
+
+
 def check_descale(descale: object, of: str, cache: Tensor, batch: int) -> None:
     """Check a scale of a cache of 4 dimensions. of: the cache's name, k or v first."""
     name = f"{of[0]}_descale"

@@ -66,7 +66,6 @@ class ForwardKernel(AttentionKernel):
     rows: tuple[FwdRow, ...]
     packed_rows: int
     causal_each: bool
-    reads_fp8: bool
     has_polynomial: bool = False
     orders_sums: bool = False
     decodes_whole: bool = False
@@ -200,7 +199,6 @@ SM90 = ArchSpec(
         SM90_FWD,
         packed_rows=64,
         causal_each=True,
-        reads_fp8=True,
         orders_sums=True,
         decodes_whole=True,
         has_lists_per_warpgroup=True,
@@ -220,7 +218,6 @@ SM90 = ArchSpec(
         SM90_STATISTICS,
         packed_rows=64,
         causal_each=False,
-        reads_fp8=False,
         decodes_whole=True,
     ),
     tangent=ForwardKernel(
@@ -231,7 +228,6 @@ SM90 = ArchSpec(
         SM90_TANGENT,
         packed_rows=64,
         causal_each=False,
-        reads_fp8=False,
         most_head_dim=128,
     ),
 )
@@ -249,7 +245,6 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             SM103_FWD if fast_exp else SM100_FWD,
             packed_rows=32,
             causal_each=False,
-            reads_fp8=False,
             has_polynomial=True,
         ),
         BackwardKernel(

@@ -152,8 +152,8 @@ def select_fwd_config(
         # Keys of a tile are added together, so their number follows from head dimensions alone.
         tile_n = next(x.tile_n for x in rows if x.is_general)
         row = next(x for x in rows if x.tile_n == tile_n)
-    dims, in_fp8 = (problem.head_dim, problem.head_dim_v), problem.in_fp8 and kernel.reads_fp8
-    heads = HeadFacts(*dims, in_fp8, problem.cached_bias_bits)
+    dims = problem.head_dim, problem.head_dim_v
+    heads = HeadFacts(*dims, problem.in_fp8, problem.cached_bias_bits)
     tiles, smem_bytes, reason = _fit(kernel, row, heads, override, problem.is_ordered)
     group = shapes.heads_q // shapes.heads_kv
     queries = shapes.seqlen_q

@@ -33,13 +33,11 @@ def plan_of(case: Fp8Case, **more: Any) -> ExecutionPlan:
 
 def test_many_rows_that_share_keys_are_worth_a_conversion() -> None:
     found = plan_of(PREFILL)
-    assert found.problem.in_fp8 and found.in_16_bits is not None
-    wide = found.in_16_bits.problem
-    assert not wide.in_fp8 and wide.page_box is None and not wide.optional
+    assert found.instead and not found.problem.in_fp8
+    assert found.problem.page_box is None and not found.problem.optional
     call = make_call(PREFILL)
     of_16 = planned(forward_call(call.q, *call.numbers, **call.keywords), HOPPER)
-    assert found.in_16_bits.choice.tiles == of_16.choice.tiles
-    assert found.in_16_bits.splits == of_16.splits
+    assert found.choice.tiles == of_16.choice.tiles and found.splits == of_16.splits
 
 
 @pytest.mark.parametrize(
@@ -53,7 +51,8 @@ def test_many_rows_that_share_keys_are_worth_a_conversion() -> None:
     ids=["few rows", "a window", "entries", "padding"],
 )
 def test_others_are_converted_by_attention(case: Fp8Case, more: dict[str, Any]) -> None:
-    assert plan_of(case, **more).in_16_bits is None
+    found = plan_of(case, **more)
+    assert not found.instead and found.problem.in_fp8
 
 
 @pytest.mark.parametrize(("k", "converts"), [(8, True), (1, False)])
@@ -61,17 +60,16 @@ def test_a_selection_is_worth_it_where_rows_share_what_they_chose(k: int, conver
     """With blocks of 64 keys, 8 of 5 are all keys of the cache, 1 a fifth."""
     indices = torch.zeros(2, 2, 256, k, dtype=torch.int32)
     found = plan_of(PREFILL, block_sparse_tensors_torch=SelectedBlocks(indices, 64))
-    assert (found.in_16_bits is not None) == converts
-    if found.in_16_bits is not None:
-        assert found.in_16_bits.problem.has_selected and not found.in_16_bits.problem.in_fp8
+    assert bool(found.instead) == converts
+    assert found.problem.has_selected and found.problem.in_fp8 != converts
 
 
 def test_their_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 2 * 320 * 2 * (64 + 64) * 2
     monkeypatch.setattr(widen, "MOST_BYTES", needed)
-    assert plan_of(PREFILL).in_16_bits is not None
+    assert plan_of(PREFILL).instead
     monkeypatch.setattr(widen, "MOST_BYTES", needed - 1)
-    assert plan_of(PREFILL).in_16_bits is None
+    assert not plan_of(PREFILL).instead
 
 
 @pytest.mark.usefixtures("explained_without_compiling")
@@ -80,4 +78,4 @@ def test_explain_tells_it() -> None:
     made = forward_call(call.q, *call.codes, **call.keywords, **call.descales)
     found = explain_fwd(made, HOPPER)
     assert "converted from fp8 before attention, to 327680 bytes" in found.note
-    assert found.backward is None and "no gradients over keys and values" in found.note
+    assert found.backward is None and "keys in pages have no gradients" in found.note

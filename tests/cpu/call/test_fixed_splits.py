@@ -203,9 +203,9 @@ def test_documents_are_not_sequences() -> None:
     rows = builders.causal_document([600, 1448]).startend_row_indices
     mask = ColumnMask(rows, causal=True, documents=True)
     whole = plan_of(2048, 2048, (2, 2), causal=True, startend_row_indices=mask, split=None)
-    assert whole.packed is not None
+    assert whole.instead
     cut = plan_of(2048, 2048, (2, 2), causal=True, startend_row_indices=mask)
-    assert cut.packed is None and cut.problem.is_ordered
+    assert not cut.instead and cut.problem.is_ordered
 
 
 # -- who computes fixed splits ---------------------------------------------------------------------
