@@ -32,6 +32,7 @@ VERSIONS = {
     "cutlass_dsl": "nvidia-cutlass-dsl",
     "flash_attn_4": "flash-attn-4",
     "cudnn_frontend": "nvidia-cudnn-frontend",
+    "flash_attn_3": "tokenspeed-fa3",
 }
 
 

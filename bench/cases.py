@@ -264,6 +264,8 @@ def _backwards() -> Iterator[BenchCase]:
         for mask in ("full", "causal"):
             yield from (_dense(d, mask, n, "bwd-", **back) for n in (8192, 32768))
     yield _dense(128, "sliding_window", 8192, "bwd-", **back)
+    few_heads = {"tokens": 32768, "heads": 16, "heads_kv": 2}
+    yield _case("bwd-extra-d128-h16-kv2-causal-8k", "causal", 128, 8192, **few_heads, **back)
     yield from (_dense(256, mask, 8192, "bwd-", **back) for mask in ("full", "causal"))
     for d in (128, 64):
         for n in (8192, 32768, 131072):

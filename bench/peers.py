@@ -405,6 +405,40 @@ class CudnnFlexPeer:
         return raw[0], raw[1]
 
 
+@dataclass(frozen=True)
+class Fa3Peer:
+    """FlashAttention-3 as tokenspeed-fa3 has it: no wheel for Python has its backward."""
+
+    name: str
+    needs: str = "flash_attn_interface"
+
+    def supports(self, case: BenchCase) -> str | None:
+        if not importlib.util.find_spec(self.needs):
+            return "tokenspeed-fa3 is not installed"
+        if case.kind != "attention":
+            return "its wheel has the forward alone"
+        if case.mask not in NATIVE:
+            return f"no flag means {case.mask}"
+        if case.softcap or case.score_mod or case.sink:
+            return "its wheel is built without softcap, and is not measured with sinks"
+        if case.d != case.d_v or case.d not in (64, 128, 192, 256):
+            return f"its wheel takes no head dimensions {case.d}/{case.d_v}"
+        return None
+
+    def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
+        module = importlib.import_module(self.needs)
+        options: dict[str, Any] = {"causal": case.causal, "return_attn_probs": True}
+        if case.window is not None:
+            options |= {"causal": False, "window_size": (case.window, 0)}
+        if (ends := tensors.cu_seqlens) is None:
+            return partial(module.flash_attn_func, *tensors[:3], **options)
+        told = (ends, ends, case.n, case.n)
+        return partial(module.flash_attn_varlen_func, *tensors[:3], *told, **options)
+
+    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return raw[0], raw[1]
+
+
 _ALL: tuple[Peer, ...] = (
     CutePeer("ours", "flash_mask_cute", None, "block_sparse_tensors_torch"),
     CutePeer(
@@ -418,6 +452,7 @@ _ALL: tuple[Peer, ...] = (
     FlexPeer("flex"),
     FlexPeer("flex_flash", "FLASH"),
     CudnnFlexPeer("cudnn_flex"),
+    Fa3Peer("fa3"),
 )
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 # flex compiles for seconds in every case; dense masks are slow.
