@@ -43,7 +43,7 @@ def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
     # the last row block of each sequence may be padded
     rows = shapes.total_q if problem.varlen_q else shapes.batch * shapes.seqlen_q
     of_query, tile_d = rows_of_listed(group, max(d, d_v)), 64 if d <= 64 else -(-d // 128) * 128
-    sums = (rows + shapes.batch * ROWS) * of_query * tile_d
+    sums, fills = (rows + shapes.batch * ROWS) * of_query * tile_d, padded_group(group) / of_query
     reasons = {
         f"on {spec.name}": not spec.backward.gathers_queries,
         "sums in a fixed order": problem.deterministic,
@@ -54,7 +54,7 @@ def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
             selected.block_size < TILES_N[-1]
         ),
         f"head dimensions {d}/{d_v}, above {MAX_HEAD_DIM}": max(d, d_v) > MAX_HEAD_DIM,
-        f"groups of {group} query heads of {max(d, d_v)} columns": of_query > 2 * padded_group(group),
+        f"groups of {group} query heads beside {max(d, d_v)} columns": fills < 0.5,
         "one batch entry of keys for all sequences": problem.shared_kv,
         "config": facts.has_config,
         f"{entries} entries": entries >= _MOST_NUMBERED,

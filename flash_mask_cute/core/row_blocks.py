@@ -88,8 +88,8 @@ def by_lanes(groups: int) -> cute.Layout:
 
 def by_queries(packed_heads: int, width: int, cols: int = 0) -> cute.Layout:
     """(2 columns, 2 rows 8 apart, lane, column group, warp): sums of dQ of 64 rows, in accumulators
-    of `width` columns of two warpgroups, so that those of a query's packed heads lie together. cols:
-    columns of all sums of a query, which these are a part of; 0: no others."""
+    of `width` columns of two warpgroups, so that those of a query's packed heads lie together.
+    cols: columns of all sums of a query, which these are a part of; 0: of no others."""
     groups = width // 8
     # sums of a query, and of a warp's rows, both warpgroups'
     query, of_warp_rows = (cols or 2 * width) * packed_heads, 2 * width * 16

@@ -275,9 +275,7 @@ class BwdPostprocess:
                     source = (source_group + g) * WARP + lane
                     cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
                 else:
-                    layout = by_queries(
-                        self.packing.rows, groups * COLS_PER_GROUP, self.accum_cols
-                    )
+                    layout = by_queries(self.packing.rows, groups * COLS_PER_GROUP, self.accum_cols)
                     stored = cute.make_tensor(part.iterator, layout)
                     quad = cute.make_tensor(values.iterator, cute.make_layout((2, 2)))
                     cute.autovec_copy(stored[None, None, lane, g, warp], quad)
