@@ -86,6 +86,11 @@ def _tiles(mask: Mask, first_query: int, queries: int, keys: int) -> tuple[int, 
     return int(visible.sum()), visible.size
 
 
+def visible_tiles(mask: Mask) -> int:
+    """Visible tiles of a sequence with as many queries as keys."""
+    return _tiles(mask, 0, mask.n, mask.n)[0]
+
+
 def tile_counts(case: BenchCase) -> tuple[int, int]:
     """(visible, all) 128x128 tiles of one head, summed over the sequences of the batch."""
     visible = total = 0

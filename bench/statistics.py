@@ -6,9 +6,10 @@
 
 A case reduces key_sums, block_sums and entropy in one walk. "share" is its time as a part of our
 forward with the same mask. "flex" is the forward that gives LSE, and the backward with dO = 1,
-whose dV is key_sums; it is timed where the mask is full or causal. "percent" of few queries is of a
-stream that only reads K. Results are compared with float64 before they are timed: the entropy and
-the block sums of a few rows, and the sums of a few keys, of the probabilities by our LSE.
+whose dV is key_sums; it is timed where the mask is full or causal. "tiles_per_us" are visible tiles
+of 128 x 128 in a microsecond. "percent" of few queries is of a stream that only reads K. Results
+are compared with float64 before they are timed: the entropy and the block sums of a few rows, and
+the sums of a few keys, of the probabilities by our LSE.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from torch import Tensor
 
 from bench import Json, runner
 from bench.decode import ceiling_row
-from bench.masks import MASKS, Mask, make_mask
+from bench.flops import visible_tiles
+from bench.masks import MASKS, Mask, make_mask, paper_draw
 from bench.runner import Run, Table
 from flash_mask_cute import ColumnMask, attention_statistics, flash_attn_func
 
 REDUCE = ("key_sums", "block_sums", "entropy")
 BLOCK = 128
+WINDOW = 2048
 ALLOWED_ENTROPY, ALLOWED_SUMS = 1e-3, 2e-3
 CHECKED = 64
 
@@ -69,9 +72,11 @@ class Given(NamedTuple):
         rows, keys = (case.batch, case.few or case.n), (case.batch, case.n)
         shapes = (*rows, heads_q, case.d), (*keys, heads_kv, case.d), (*keys, heads_kv, case.d)
         q, k, v = runner.normal(run.device, run.dtype, *shapes)
-        mask = None if case.few else make_mask(case.mask, case.n)
+        is_drawn = case.mask not in ("full", "causal")
+        draw = paper_draw(case.n, case.mask) if is_drawn else None
+        mask = None if case.few else make_mask(case.mask, case.n, WINDOW, draw)
         keywords: dict[str, Any] = {"causal": case.mask == "causal"}
-        if mask is not None and case.mask not in ("full", "causal"):
+        if mask is not None and is_drawn:
             columns = torch.from_numpy(mask.hidden)[None, None].int().to(run.device)
             keywords = {"startend_row_indices": ColumnMask(columns, mask.causal)}
         return Given(q, k, v, mask, keywords)
@@ -168,6 +173,8 @@ def measure(case: Case, run: Run) -> Iterator[Json]:
         if case.few and run.ceiling:
             read = given.k.numel() * given.k.element_size()
             row["percent"] = 100 * read / (row["ours_ms"] * 1e3) / run.ceiling
+        if given.mask is not None:
+            row["tiles_per_us"] = visible_tiles(given.mask) * case.heads[0] / row["ours_ms"] / 1e3
     yield row
 
 

@@ -327,10 +327,10 @@ def build_zero_padding(facts: PaddingFacts, target: Target) -> Compiled:
 
 def _sums_order(problem: AttentionProblem, choice: BwdChoice, target: Target) -> SumsOrder:
     """The order in which the main kernel leaves sums of dK and dV."""
-    if problem.query_lists:
-        return "lanes"
     most = arch_spec(target).backward.limits().MAX_OWN_DIM
     is_wide = max(problem.head_dim, problem.head_dim_v) > most
+    if problem.query_lists and not is_wide:
+        return "lanes"
     return "rows" if is_wide and not choice.tiles.splits_keys else "accumulators"
 
 

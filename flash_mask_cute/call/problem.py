@@ -208,7 +208,7 @@ class AttentionProblem:
     @property
     def listed_rows(self) -> int:
         """Rows of a query in a block of listed queries, with query lists."""
-        return rows_of_listed(self.packed_heads)
+        return rows_of_listed(self.packed_heads, max(self.head_dim, self.head_dim_v))
 
     @property
     def rows_of_stats(self) -> int:

@@ -13,17 +13,16 @@ from typing import Any
 from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
-from flash_mask_cute.core.packed_heads import rows_of_listed
-from flash_mask_cute.limits import MOST_CTAS
+from flash_mask_cute.core.packed_heads import padded_group, rows_of_listed
+from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_CTAS
 from flash_mask_cute.mask_prep.query_lists import CHUNK_ROWS, ListExtents, ListFacts
 from flash_mask_cute.mods.traits import find_reliance
 
 # rows of a block of queries, and query heads of a group at most
 ROWS = MOST_HEADS = 64
-# keys of a work tile, more of them first: each warpgroup has 64, or both have the same
-TILES_N = (128, 64)
-# a warpgroup sums half of the columns, in one part
-_DIMS = "up to 64, or from 97 to 128"
+# keys of a work tile, more of them first: each warpgroup has 64, or both have the same, as always
+# in heads above OWN_DIM
+TILES_N, OWN_DIM = (128, 64), 128
 # least and most bytes of the rows in a range of queries, which should mostly stay in the L2 cache
 L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20
 # blocks of queries that a work tile should visit in a range, where selections are random
@@ -43,7 +42,8 @@ def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
         entries *= shapes.batch
     # the last row block of each sequence may be padded
     rows = shapes.total_q if problem.varlen_q else shapes.batch * shapes.seqlen_q
-    sums = (rows + shapes.batch * ROWS) * rows_of_listed(group) * (64 if d <= 64 else 128)
+    of_query, tile_d = rows_of_listed(group, max(d, d_v)), 64 if d <= 64 else -(-d // 128) * 128
+    sums, fills = (rows + shapes.batch * ROWS) * of_query * tile_d, padded_group(group) / of_query
     reasons = {
         f"on {spec.name}": not spec.backward.gathers_queries,
         "sums in a fixed order": problem.deterministic,
@@ -53,7 +53,8 @@ def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
         f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
             selected.block_size < TILES_N[-1]
         ),
-        f"head dimensions {d}/{d_v}, not {_DIMS}": any(64 < x <= 96 or x > 128 for x in (d, d_v)),
+        f"head dimensions {d}/{d_v}, above {MAX_HEAD_DIM}": max(d, d_v) > MAX_HEAD_DIM,
+        f"groups of {group} query heads beside {max(d, d_v)} columns": fills < 0.5,
         "one batch entry of keys for all sequences": problem.shared_kv,
         "config": facts.has_config,
         f"{entries} entries": entries >= _MOST_NUMBERED,
@@ -78,7 +79,8 @@ def with_query_lists(facts: CallFacts, problem: AttentionProblem) -> AttentionPr
     if masks.selected is None or why_bits(facts, problem) is not None:
         return problem
     selected, group = masks.selected, shapes.heads_q // shapes.heads_kv
-    tile_n = next(n for n in TILES_N if selected.block_size % n == 0)
+    is_wide = max(problem.head_dim, problem.head_dim_v) > OWN_DIM
+    tile_n = next(n for n in TILES_N[is_wide:] if selected.block_size % n == 0)
     hides = problem.mask_mod is not None or problem.intervals is not None
     heads = _heads_of_masks(problem, shapes, masks) if hides else 1
     # Where LSE of one head shows which queries see nothing, these are in no list. LSE of a sink

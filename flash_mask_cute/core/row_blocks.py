@@ -86,12 +86,13 @@ def by_lanes(groups: int) -> cute.Layout:
     return cute.make_layout((4, 32, groups, 8), stride=(32, 1, 128, 128 * groups))
 
 
-def by_queries(packed_heads: int, width: int) -> cute.Layout:
+def by_queries(packed_heads: int, width: int, cols: int = 0) -> cute.Layout:
     """(2 columns, 2 rows 8 apart, lane, column group, warp): sums of dQ of 64 rows, in accumulators
-    of `width` columns of two warpgroups, so that those of a query's packed heads lie together."""
+    of `width` columns of two warpgroups, so that those of a query's packed heads lie together.
+    cols: columns of all sums of a query, which these are a part of; 0: of no others."""
     groups = width // 8
-    # sums of a warp's query, both warpgroups'
-    query = 2 * width * min(packed_heads, 16)
+    # sums of a query, and of a warp's rows, both warpgroups'
+    query, of_warp_rows = (cols or 2 * width) * packed_heads, 2 * width * 16
     if packed_heads >= 16:
         in_group, halves, lanes = 128, 2, (4, 64)
     elif packed_heads == 8:
@@ -100,9 +101,13 @@ def by_queries(packed_heads: int, width: int) -> cute.Layout:
         of_warp = 16 // packed_heads
         in_group, halves, lanes = 8 * packed_heads, of_warp // 2 * query, (2, query)
     lanes_of_query = min(4 * packed_heads, 16)
+    warps_of_query = max(packed_heads // 16, 1)
+    warps, of_warps = (warps_of_query, 4 // warps_of_query), (of_warp_rows, query)
+    if packed_heads < 16:
+        of_warps = 0, 16 // packed_heads * query
     return cute.make_layout(
-        (2, 2, (lanes_of_query, 32 // lanes_of_query), groups, (4, 2)),
-        stride=(1, halves, lanes, in_group, (2 * width * 16, groups * in_group)),
+        (2, 2, (lanes_of_query, 32 // lanes_of_query), groups, (*warps, 2)),
+        stride=(1, halves, lanes, in_group, (*of_warps, groups * in_group)),
     )
 
 

@@ -91,9 +91,9 @@ class BwdPostprocess:
         self.parts = None
         if self.order == BY_ACCUMULATORS and self.tile_m == ROWS_PER_WARPGROUP:
             self.parts = dq_parts(accum_cols, self.num_ctas, self.in_halves)
-        shares = self.parts is not None and [x.sharers for x in self.parts] == [2]
+        shares = self.parts is not None and all(x.sharers == 2 for x in self.parts)
         if self.packing.is_there and not shares:
-            raise ValueError(f"{self.packing} needs sums of 64 rows in one part of both warpgroups")
+            raise ValueError(f"{self.packing} needs sums of 64 rows in parts of both warpgroups")
 
     @cute.jit
     def __call__(
@@ -241,6 +241,9 @@ class BwdPostprocess:
                     width, groups = width // NUM_WARPGROUPS, groups // NUM_WARPGROUPS
                     source += warpgroup_idx * groups
                 first_col = columns.first + warpgroup_idx * width
+                if const_expr(self.packing.is_there):
+                    # the parts of a query follow each other
+                    first_value = columns.first * self.packing.rows
                 size = columns.num_cols * ROWS_PER_WARPGROUP
                 part = cute.make_tensor(gdQaccum.iterator + first_value, cute.make_layout(size))
                 at = Int32(0), first_col
@@ -272,7 +275,7 @@ class BwdPostprocess:
                     source = (source_group + g) * WARP + lane
                     cute.autovec_copy(vector_of(part, source, VECTOR_32_BITS), values)
                 else:
-                    layout = by_queries(self.packing.rows, groups * COLS_PER_GROUP)
+                    layout = by_queries(self.packing.rows, groups * COLS_PER_GROUP, self.accum_cols)
                     stored = cute.make_tensor(part.iterator, layout)
                     quad = cute.make_tensor(values.iterator, cute.make_layout((2, 2)))
                     cute.autovec_copy(stored[None, None, lane, g, warp], quad)

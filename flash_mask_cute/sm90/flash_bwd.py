@@ -525,8 +525,8 @@ class FlashAttentionBackwardSm90:
             scores.acquire_summed(block)
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_query_lists
-            if const_expr(self.splits_group and traits.shares_keys):
-                given = gradients.blocks, work, has_sums
+            if const_expr(leaves_sums and traits.has_column_parts):
+                given = gradients.blocks, work, has_sums, traits.by_query_lists
                 store_sum_rows(traits, acc_dV, traits.columns.dv, gradients.dv, *given)
                 store_sum_rows(traits, acc_dK, traits.columns.dk, gradients.dk, *given)
             elif const_expr(leaves_sums):

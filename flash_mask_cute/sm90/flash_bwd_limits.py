@@ -19,7 +19,6 @@ MAX_DIM = 256
 MAX_SPLIT_COLS = 320
 # rows of a listed query, which are a box: the heads of its group, and perhaps padding
 TOKEN_HEADS = (2, 4, 8, 16, 32, 64)
-MAX_TOKEN_DIM = 128
 
 
 def may_loop_over_scores(cols: int) -> bool:
@@ -88,10 +87,7 @@ def _why_not_by_query_lists(traits: Any) -> str | None:
         return f"listed queries have {TOKEN_HEADS} rows, got {traits.packed_heads}"
     if traits.group_size > traits.packed_heads:
         return f"listed queries have {traits.packed_heads} rows, got group_size={traits.group_size}"
-    columns, dims = traits.columns, (traits.head_dim, traits.head_dim_v)
-    num_parts = max(map(len, (columns.dk, columns.dv, columns.parts_dq)))
-    is_wide = max(dims) > MAX_TOKEN_DIM or num_parts > 1
-    if traits.tile_m != ROWS_PER_WARPGROUP or is_wide or columns.alternating:
-        given = f"head dimensions {dims[0]}/{dims[1]}, tile_m={traits.tile_m}"
-        return f"listed queries need 64 rows, of whose dQ each warpgroup sums half, got {given}"
+    if traits.tile_m != ROWS_PER_WARPGROUP or traits.splits_keys or traits.cta_pair:
+        given = f"tile_m={traits.tile_m}, splits_keys={traits.splits_keys}"
+        return f"listed queries need 64 rows and no cta_pair, got {given}"
     return None

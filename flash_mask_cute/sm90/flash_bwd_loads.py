@@ -64,9 +64,12 @@ class BwdLoads:
         of_sums = *scheme, tiles.dq.iterator, channels.dq, scratch, lengths, share
         queries, sums = QueryLoads(*of_queries), DqSums(sizes, *of_sums)
         if traits.by_query_lists:
-            tokens = traits.tokens_per_block
-            queries = TokenLoads(*of_queries)
-            sums = TokenSums((sizes[0] // tokens,), *of_sums, tokens)
+            queries, rows = TokenLoads(*of_queries), traits.packed_heads
+            products = tuple(
+                tuple((first, x.first * rows, x.num_cols * rows) for x, first in part)
+                for part in map(traits.columns.products_dq, range(len(sizes)))
+            )
+            sums = TokenSums(sizes, *of_sums, products, traits.tokens_per_block)
         return BwdLoads(traits, operands, tiles, channels, queries, sums, lengths, group_splits)
 
     @cute.jit

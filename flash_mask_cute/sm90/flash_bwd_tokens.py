@@ -129,9 +129,11 @@ class TokenLoads(QueryLoads):
 
 @dataclass(frozen=True)
 class TokenSums(DqSums):
-    """Without an order: each lane adds the sums of its query. part_sizes: the sums of a query.
+    """Without an order: each lane adds the sums of its query. products: of each part, where a
+    product begins in staging memory and among the sums of a query, and how many of these it has.
     num_tokens: queries of a block."""
 
+    products: cutlass.Constexpr[tuple[tuple[tuple[int, int, int], ...], ...]] = ()
     num_tokens: cutlass.Constexpr[int] = 1
 
     def _is_block(self, summed: Summed) -> Boolean:
@@ -140,26 +142,32 @@ class TokenSums(DqSums):
     @cute.jit
     def send(self, own_number: Int32, number: Int32, sent: Summed, summed: Summed):
         """Start adding the dQ of block `number`, if it is one, to the scratch memory."""
-        (size,) = self.part_sizes
-        lane = cute.arch.lane_idx()
+        lane, parts = cute.arch.lane_idx(), len(self.products)
         if self._is_block(summed):
-            self.channel.wait(number)
-            if (lane < self.num_tokens) & (summed.row_block >= 0):
-                target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
-                primitives.cp_reduce_async_bulk_global_shared_cta(
-                    target,
-                    self.staged + lane * size,
-                    size * 4,
-                    op=primitives.CpReduceOp.ADD,
-                    type=primitives.CpReduceType.F32,
-                )
-            cute.arch.sync_warp()
-            cute.arch.cp_async_bulk_commit_group()
+            for i in cutlass.range_constexpr(parts):
+                if const_expr(i > 0):
+                    self._free(number * parts + i - 1)
+                self.channel.wait(number * parts + i)
+                if (lane < self.num_tokens) & (summed.row_block >= 0):
+                    target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
+                    for start, place, size in self.products[i]:
+                        primitives.cp_reduce_async_bulk_global_shared_cta(
+                            target + place,
+                            self.staged + (start + lane * size),
+                            size * 4,
+                            op=primitives.CpReduceOp.ADD,
+                            type=primitives.CpReduceType.F32,
+                        )
+                cute.arch.sync_warp()
+                cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def free_staging(self, number: Int32, sent: Summed):
-        """Wait until the dQ of block `number`, if it exists, has left."""
+        """Wait until the last part of the dQ of block `number`, if it exists, has left."""
         if self._is_block(sent):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            self.channel.release(number)
+            self._free((number + 1) * len(self.products) - 1)
+
+    def _free(self, number: Int32) -> None:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        self.channel.release(number)

@@ -146,6 +146,7 @@ def store_sum_rows(
     blocks: RowBlocks,
     work: Work,
     has_sums: Boolean,
+    adds: cutlass.Constexpr[bool],
 ):
     """`store_sums` of warpgroups with different columns: pairs of columns of 8 rows."""
     row_block = blocks.first_of(work.batch_idx, work.offset_k) + work.block
@@ -169,7 +170,13 @@ def store_sum_rows(
                         values[j] = cutlass.select_(has_sums, quads[j, i, g], Float32(0.0))
                     at = (row + 8 * i) * pairs_of_row + pair
                     stored = cute.make_tensor(sums.iterator, cute.make_layout((2, 2**30)))
-                    cute.autovec_copy(values, stored[None, at])
+                    if const_expr(adds):
+                        for j in cutlass.range_constexpr(2):
+                            place = stored.iterator + (2 * at + j)
+                            more = {"dtype": "f32", "sem": "relaxed", "scope": "gpu"}
+                            cute.arch.red(place, values[j], op="add", **more)
+                    else:
+                        cute.autovec_copy(values, stored[None, at])
 
 
 def stage_nothing(traits: BwdTraits, tiles: BwdSmem, channel: Channel, block: Int32) -> None:

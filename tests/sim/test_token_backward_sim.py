@@ -41,7 +41,11 @@ def test_draws(simulator: ModuleType, number: int) -> None:
     check_backward(regroup(drawn, *heads, (128, 64, 256)[number % 3]), number)
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (64, 128), (128, 64), (40, 104)])
+NARROW = [(128, 128), (64, 128), (128, 64), (40, 104), (72, 96)]
+WIDE = [(256, 256), (192, 128), (160, 224), (64, 240)]
+
+
+@pytest.mark.parametrize("dims", [*NARROW, *WIDE])
 def test_blocks_of_64_keys(simulator: ModuleType, dims: tuple[int, int]) -> None:
     """Both warpgroups have the keys of a block, and half of the columns each."""
     gen = torch.Generator().manual_seed(dims[0])

@@ -317,6 +317,12 @@ SM90_BWD = (
         clears_dq=True,
         query_lists=64,
     ),
+    BwdRow(
+        *(256, 256, 64, 2, 2, 1, 0),
+        "the same for wide heads, with two blocks of dO where they fit",
+        clears_dq=True,
+        query_lists=64,
+    ),
     *(
         BwdRow(
             *(d, d, 64, 2, 2, 1, value_cols),
