@@ -190,6 +190,12 @@ class FlashAttentionForwardSm90:
     # warps that load queries
     query_loaders = 1
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether CTAs may start before the launch before has ended, whose end they wait for. For
+        walks as short as those of decoding, that is a part of their time."""
+        return self.tile_m <= DECODE_ROWS
+
     def __post_init__(self) -> None:
         traits = traits_of(
             self,
@@ -335,6 +341,7 @@ class FlashAttentionForwardSm90:
             cluster=(traits.num_ctas, 1, 1) if traits.num_ctas > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.starts_early,
         )  # fmt: skip
 
     def with_operands(self, partials: Any, lengths: Lengths, mO: cute.Tensor) -> Any:
@@ -412,6 +419,9 @@ class FlashAttentionForwardSm90:
             clear(swizzled(storage.q, traits.layout_q()), traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
+        if const_expr(self.starts_early):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         sync_ctas(traits)
 
         tiles = self._tiles(storage, cached_bias)
