@@ -100,9 +100,7 @@ def compile_part(part: int, parts: int) -> None:
         if varies:
             told["seqused_k"] = torch.full((case.batch,), case.most_keys, dtype=torch.int32)
         if page:
-            told["page_table"] = torch.zeros(
-                case.batch, case.most_keys // page, dtype=torch.int32
-            )
+            told["page_table"] = torch.zeros(case.batch, case.most_keys // page, dtype=torch.int32)
         for number in (0, 1, 2):
             of = {**told, "num_splits": number}
             call = AttentionCall.from_arguments(Direction.FORWARD, q, k, k, **of)
