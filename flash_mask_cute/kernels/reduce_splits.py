@@ -61,7 +61,6 @@ class ReduceSplits:
         cta, _, _ = cute.arch.block_idx()
         number = cta * WARPS_PER_CTA + cute.arch.warp_idx()
         batch, rows, heads, _ = mO.shape
-        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         if number < batch * rows * heads:
             # heads change fastest, as they do in memory

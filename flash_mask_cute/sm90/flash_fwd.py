@@ -72,7 +72,7 @@ from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
-from flash_mask_cute.core.stream_k import DECODE_ROWS
+from flash_mask_cute.core.stream_k import BY_STREAM_K, DECODE_ROWS
 from flash_mask_cute.core.value_halves import of_cta, sync_ctas
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
@@ -192,9 +192,12 @@ class FlashAttentionForwardSm90:
 
     @property
     def starts_early(self) -> bool:
-        """Whether CTAs may start before the launch before has ended, whose end they wait for. For
-        walks as short as those of decoding, that is a part of their time."""
-        return self.tile_m <= DECODE_ROWS
+        """Whether CTAs may start before the launch before has ended, whose end they wait for.
+
+        Not beside a combination that waits for splits by rows: its CTAs hold registers, and the
+        few of this launch then share SMs' ways to memory (docs/facts/hopper_forward.md#decoding).
+        """
+        return self.tile_m <= DECODE_ROWS and self.split in (None, BY_STREAM_K)
 
     def __post_init__(self) -> None:
         traits = traits_of(
