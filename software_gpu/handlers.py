@@ -16,6 +16,7 @@ from .barriers import barrier, mbarrier
 from .context import Ctx, lanes_of
 from .copies import cp, st_async
 from .operands import Group, Mem, Pair, Reg, Special, Sym, Vec
+from .state import BLOCK
 
 
 def make(m, p, ins):
@@ -30,6 +31,8 @@ def make(m, p, ins):
         return wg(m, p, ins)
     if name == "mma":
         return wgmma.make_mma(m, p, ins)
+    if name == "griddepcontrol":
+        return grid_dependency(m, ins)
     if name == "trap":
 
         def trap(W, mask):
@@ -47,6 +50,16 @@ def make(m, p, ins):
     if name == "mov" and ins.mods[-1] == "b128":
         return mov128(m, p, ins)
     return None
+
+
+def grid_dependency(m, ins):
+    """The wait ends when nothing else can go on: who does not wait comes too early."""
+
+    def wait(W, mask):
+        m.has_waited = True
+        return BLOCK("the launch before") if W.cta.is_early else None
+
+    return wait if "wait" in ins.mods else lambda W, mask: None
 
 
 def wg(m, p, ins):

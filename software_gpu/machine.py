@@ -87,6 +87,8 @@ class Machine(Scheduler):
         """uint8 view of registered global memory"""
         addr = int(addr)
         i = int(np.searchsorted(self.ranges[:, 0], np.uint64(addr), "right")) - 1
+        if W.cta.is_early and not 0 <= addr - self.param_base < self.prog.param_size:
+            self.fail(W, instr, f"global access [{addr:#x}, +{n}) before griddepcontrol.wait")
         if i < 0 or addr + n > int(self.ranges[i, 1]):
             self.fail(W, instr, f"global access [{addr:#x}, +{n}) outside every registered tensor")
         return np.frombuffer((ctypes.c_uint8 * n).from_address(addr), np.uint8)
@@ -220,16 +222,21 @@ class Machine(Scheduler):
                 merged.append([lo, hi])
         self.ranges = np.array(merged, np.uint64).reshape(-1, 2)
         self.count = np.zeros(len(prog.ins), np.uint64)
-        cp = interpreter.CProg()
-        cp.ins, cp.vecs, cp.ranges, cp.count = (
-            prog.ins.ctypes.data,
-            prog.vec_arr.ctypes.data,
-            self.ranges.ctypes.data,
-            self.count.ctypes.data,
-        )
-        cp.n, cp.nranges = len(prog.ins), len(merged)
-        self.cp = cp
-        self.cpp = ctypes.addressof(cp)
+        # a CTA that may run before the end of another launch has only its parameters
+        self.params = np.array([[self.param_base, self.param_base + prog.param_size]], np.uint64)
+        self.cps = []
+        for ranges in (self.ranges, self.params):
+            cp = interpreter.CProg()
+            cp.ins, cp.vecs, cp.ranges, cp.count = (
+                prog.ins.ctypes.data,
+                prog.vec_arr.ctypes.data,
+                ranges.ctypes.data,
+                self.count.ctypes.data,
+            )
+            cp.n, cp.nranges = len(prog.ins), len(ranges)
+            self.cps.append(cp)
+        self.cpp, self.cpp_early = map(ctypes.addressof, self.cps)
+        self.has_waited = False
         self.run = lib.run
         self.executed = 0
         ncl = (gx // cx, gy // cy, gz // cz)
@@ -241,6 +248,11 @@ class Machine(Scheduler):
             while self.todo and len(self.active) < self.resident:
                 self.admit()
             self.schedule()
+        if L.pdl and not self.has_waited:
+            raise SimError(
+                f"kernel {L.name[:60]} may start before the end of the launch before it, and none "
+                "of its warps executes griddepcontrol.wait"
+            )
         ops = collections.Counter()
         for i, n in enumerate(self.count):
             if n and i < len(prog.kernel.instrs):

@@ -72,7 +72,6 @@ NOP = (
     "membar",
     "setmaxnreg",
     "nanosleep",
-    "griddepcontrol",
     "prefetch",
     "prefetchu",
     "applypriority",

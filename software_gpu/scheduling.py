@@ -83,6 +83,11 @@ class Scheduler:
             if hold:
                 hold = False
                 continue
+            early = [cta for C in self.active for cta in C.ctas if cta.is_early and _waits(cta)]
+            if early:
+                for cta in early:
+                    cta.is_early = False
+                continue
             idle += self.executed - n0
             if spinning and idle < 1_000_000:
                 continue
@@ -122,11 +127,11 @@ class Scheduler:
             self.executed += c.icount - i0
 
     def step1(self, W, c, budget, starved):
-        run, ptr, cpp = self.run, W.ptr, self.cpp
+        run, ptr = self.run, W.ptr
         hs = W.prog.handlers
         st0 = c.stores
         while True:
-            r = run(ptr, cpp, budget)
+            r = run(ptr, self.cpp_early if W.cta.is_early else self.cpp, budget)
             if r == interpreter.TRAP:
                 pc = c.trap_pc
                 res = hs[pc](W, c.mask)
@@ -209,7 +214,9 @@ class Scheduler:
             5: "local address out of range",
         }.get(c.fault_kind, "bad address")
         near = ""
-        if c.fault_kind == 2:
+        if c.fault_kind == 2 and W.cta.is_early:
+            near = "; it precedes griddepcontrol.wait"
+        elif c.fault_kind == 2:
             best = min(
                 ((lo - a if a < lo else a - hi + 1, lo, hi) for lo, hi in self.ranges.tolist()),
                 default=None,
@@ -259,3 +266,8 @@ class Scheduler:
                 for off, b in sorted(cta.mbars.items()):
                     out.append(f"  CTA {cta.ctaid} rank {cta.rank} mbarrier at {off:#x}: {b}")
         return "\n".join(out)
+
+
+def _waits(cta):
+    """Whether a warp is at griddepcontrol.wait."""
+    return any("the launch before" in W.why.values() for W in cta.warps if not W.done)

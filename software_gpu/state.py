@@ -58,6 +58,7 @@ class Cta:
         self.warps = []
         self.clc = None
         self.starts_in = 0  # turns of all warps before its own run
+        self.is_early = machine.L.pdl  # before the end of the launch that this one depends on
 
     @property
     def tmem(self):

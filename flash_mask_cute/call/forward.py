@@ -8,7 +8,8 @@ the CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from operator import itemgetter
@@ -315,18 +316,38 @@ class NewOutputs:
 # -- what a kernel needs beside the caller's tensors --------------------------------------------
 
 _counters: dict[tuple[int, int], Tensor] = {}
+# of each device, counters that nobody has yet from some number on
+_new_counters: dict[int, tuple[Tensor, Iterator[int]]] = {}
+_COUNTERS = 1 << 14
 
 
 def tile_counter(q: Tensor, index: int) -> Tensor:
     """Two zeros on q's device, zeros again after the kernel. Launches that overlap get others."""
-    # A captured launch may overlap any other when its graph is replayed.
-    if index < 0 or _is_capturing():
+    if index < 0:
         return q.new_zeros((2,), dtype=torch.int32)
+    if _is_capturing():
+        # A captured launch may overlap any other when its graph is replayed. Zeros of the graph's
+        # own would be a launch before each decoding step.
+        counter = _new_counter(index)
+        return q.new_zeros((2,), dtype=torch.int32) if counter is None else counter
     key = index, _stream_of(index)
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = _to_keep(_new_counter, q.device)
+        counter = _new_counter(index)
+        if counter is None:
+            _new_counters[index] = _to_keep(_zeros, q.device), itertools.count(1)
+            counter = _new_counters[index][0][0]
+        _counters[key] = counter
     return counter
+
+
+def _new_counter(index: int) -> Tensor | None:
+    """One that no launch has had, if any is left."""
+    if index not in _new_counters:
+        return None
+    counters, numbers = _new_counters[index]
+    number = next(numbers)
+    return counters[number] if number < _COUNTERS else None
 
 
 def _to_keep(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
@@ -344,11 +365,11 @@ def _float_on(device: torch.device) -> Tensor:
     return _to_keep(lambda where: torch.empty((), dtype=torch.float32, device=where), device)
 
 
-def _new_counter(device: torch.device) -> Tensor:
-    counter = torch.zeros((2,), dtype=torch.int32, device=device)
+def _zeros(device: torch.device) -> Tensor:
+    counters = torch.zeros((_COUNTERS, 2), dtype=torch.int32, device=device)
     # the caller's stream is another one
     torch.cuda.current_stream(device).synchronize()
-    return counter
+    return counters
 
 
 def count_writing(*tensors: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Even distribution of a launch's key blocks over its CTAs.
 
 All key blocks that a launch visits form a line, ordered by sequence, head, work tile, and the
-blocks of its walk. A work tile takes TILE_COST places before its blocks, for its query and its
+blocks of its walk. A work tile takes `tile_cost` places before its blocks, for its query and its
 output. The line is cut into chunks of one length, one for each CTA. In decoding each head has a
 line of its own if that leaves few CTAs idle. All these lines are cut at the same places. Then
 neighbouring CTAs read the same keys of all heads at the same time, which saves bandwidth.
@@ -27,15 +27,11 @@ from flash_mask_cute.index_math import IntLike, imax, imin
 # How work tiles are computed in splits, and where their results lie: by rows of the output, as many
 # splits of each work tile, or in partial tiles of chunks.
 BY_ROWS, BY_STREAM_K = "rows", "stream_k"
-# places that a work tile takes besides its key blocks
-TILE_COST = 1
 PARTIAL_TILES_PER_CHUNK = 2
 # words of a `PendingCombine` in memory
 PENDING_WORDS = 8
 # of results that are combined: a lane holds several splits of its columns in registers
 MAX_COLUMNS = 512
-# places of a chunk at least; where queries chose blocks, which are few
-LEAST_PLACES, LEAST_PLACES_OF_SELECTION = 2, 1
 # Heads have lines of their own if chunks then have at least so many places, and if at least 19 of
 # 20 CTAs have a chunk.
 _LEAST_PLACES_OF_HEAD = 8
@@ -44,6 +40,12 @@ _BUSY, _OF = 19, 20
 DECODE_ROWS = 64
 # Query rows that share keys, up to which each thread of a tile on Hopper has only one of its two
 FEW_ROWS = DECODE_ROWS // 2
+
+
+def tile_cost(tile_m: int) -> int:
+    """Places that a work tile takes besides its key blocks. Those of decoding take none: chunks of
+    equal tiles are then cut at the same blocks, and have as many."""
+    return 0 if tile_m <= DECODE_ROWS else 1
 
 
 class StreamKChunks(NamedTuple):
@@ -60,9 +62,10 @@ class StreamKChunks(NamedTuple):
         num_heads: IntLike,
         num_ctas: IntLike,
         tile_m: int,
-        least_places: int = LEAST_PLACES,
+        least_places: int = 0,
     ) -> StreamKChunks:
-        """places_of_head: all work tiles'. tile_m: rows of one. least_places: of a chunk."""
+        """places_of_head: all work tiles'. tile_m: rows of one. least_places: of a chunk; 0: a tile
+        with one block."""
         lines: IntLike = 1
         if tile_m <= DECODE_ROWS:
             ctas_of_head = num_ctas // num_heads
@@ -70,6 +73,7 @@ class StreamKChunks(NamedTuple):
             are_long = imin(places_of_head // imax(ctas_of_head * _LEAST_PLACES_OF_HEAD, 1), 1)
             lines = busy * are_long * (num_heads - 1) + 1
         places, chunks = places_of_head * (num_heads // lines), num_ctas // lines
+        least_places = least_places or 1 + tile_cost(tile_m)
         return cls(lines, imax((places + (chunks - 1)) // chunks, least_places))
 
     def of_cta(self, cta: IntLike) -> tuple[IntLike, IntLike]:
@@ -83,10 +87,12 @@ def are_busy(num_chunks: IntLike, num_ctas: IntLike) -> IntLike:
 
 
 class TileOnLine(NamedTuple):
-    """A work tile: its first place on the line, and its number of blocks, at least 1."""
+    """A work tile: its first place on the line, its number of blocks, at least 1, and its
+    `tile_cost`."""
 
     start: IntLike
     num_blocks: IntLike
+    cost: int
 
     @property
     def end(self) -> IntLike:
@@ -94,7 +100,7 @@ class TileOnLine(NamedTuple):
 
     @property
     def first_block(self) -> IntLike:
-        return self.start + TILE_COST
+        return self.start + self.cost
 
     def split(self, chunk: IntLike, size: IntLike) -> tuple[IntLike, IntLike]:
         """The blocks [first, end) of this tile, counted from its first one, that lie in a chunk;

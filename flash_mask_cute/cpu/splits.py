@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flash_mask_cute.core.stream_k import StreamKChunks, TileOnLine
+from flash_mask_cute.core.stream_k import StreamKChunks, TileOnLine, tile_cost
 from flash_mask_cute.cpu.tiles import SequenceWalk
 
 
@@ -47,7 +47,8 @@ class StreamKCuts:
         self._walks, self._num_heads = walks, num_heads
         self._tiles: dict[tuple[int, int, int], TileOnLine] = {}
         tiles = [max(len(walk.n_blocks(i)), 1) for walk in walks for i in range(walk.num_m_blocks)]
-        of_head = sum(TileOnLine(0, num_blocks).end for num_blocks in tiles)
+        cost = tile_cost(tile_m)
+        of_head = sum(TileOnLine(0, num_blocks, cost).end for num_blocks in tiles)
         chunks = StreamKChunks.create(of_head, num_heads, num_ctas, tile_m)
         self._size = chunks.size
         heads_of_line = num_heads // chunks.num_lines
@@ -55,7 +56,7 @@ class StreamKCuts:
         for sequence, walk in enumerate(walks):
             for head_idx in range(heads_of_line):
                 for m_block in range(walk.num_m_blocks):
-                    tile = TileOnLine(place, max(len(walk.n_blocks(m_block)), 1))
+                    tile = TileOnLine(place, max(len(walk.n_blocks(m_block)), 1), cost)
                     for line in range(chunks.num_lines):
                         self._tiles[sequence, head_idx + line, m_block] = tile
                     place = tile.end

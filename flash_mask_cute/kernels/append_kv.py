@@ -103,7 +103,7 @@ class AppendKV:
             rows_q = _num_rows(rotary.q)
         grid = 2 * rows_k + rows_q + cute.ceil_div(num_batch, NUM_THREADS)
         self.kernel(new, cache, rotary, rows_k, rows_q).launch(
-            grid=(grid, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream
+            grid=(grid, 1, 1), block=(NUM_THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -111,6 +111,8 @@ class AppendKV:
         self, new: NewRows, cache: Cache, rotary: Rotary | None, rows_k: Int32, rows_q: Int32
     ):
         cta, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         if cta < rows_k:
             self._append(new, cache, rotary, cta, of_keys=True)
         elif cta < 2 * rows_k:

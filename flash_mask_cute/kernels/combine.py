@@ -135,6 +135,9 @@ class Combine:
             number = cta * WARPS_PER_CTA + cute.arch.warp_idx()
         vectors = -(-self.head_dim_v // (VECTOR * WARP))
         values = cute.make_rmem_tensor((VECTOR, vectors), Float32)
+        if const_expr(self.tile_m is not None):
+            # the next attention, if it decodes in stream-K
+            cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         if const_expr(self.tile_m is None):
             row = self._row_by_rows(number, splits, mO)

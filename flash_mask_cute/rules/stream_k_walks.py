@@ -21,12 +21,11 @@ from flash_mask_cute.core.partials import WHOLE, Partials, PendingCombine
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.stream_k import (
     BY_STREAM_K,
-    LEAST_PLACES,
-    LEAST_PLACES_OF_SELECTION,
     StreamKChunks,
     TileOnLine,
     partial_tile_of_first,
     partial_tile_of_later,
+    tile_cost,
 )
 from flash_mask_cute.core.tile_scheduler import TileScheduler, WorkTile, alternating_params
 from flash_mask_cute.core.walk_ring import WalkRing
@@ -50,12 +49,7 @@ class Window(NamedTuple):
 
 class Found(NamedTuple):
     work: Work
-    start: Int32
-    num_blocks: Int32
-
-    @property
-    def tile(self) -> TileOnLine:
-        return TileOnLine(self.start, self.num_blocks)
+    tile: TileOnLine
 
 
 class CommonTiles(TileScheduler):
@@ -67,10 +61,12 @@ class CommonTiles(TileScheduler):
 
 @dataclass(frozen=True)
 class KeyBlockLine:
-    """All key blocks of some heads of a launch, in line. heads: work tiles of a query block."""
+    """All key blocks of some heads of a launch, in line. heads: work tiles of a query block. cost:
+    `tile_cost`."""
 
     rules: ForwardMask
     lengths: Lengths
+    cost: int
     first_head: Int32
     num_heads: Int32
     num_batch: Int32
@@ -109,11 +105,12 @@ class KeyBlockLine:
         start += head_idx * places
         work = self._work(batch_start + owner, self.first_head + head_idx)
         block, num_blocks = Int32(0), self._num_blocks(work)
-        while place >= TileOnLine(start, num_blocks).end:
-            start = TileOnLine(start, num_blocks).end
+        while place >= TileOnLine(start, num_blocks, self.cost).end:
+            start = TileOnLine(start, num_blocks, self.cost).end
             block += 1
             num_blocks = self._num_blocks(work._replace(block=block))
-        return Found(work._replace(block=block), start, num_blocks), Window(batch_start, begin)
+        tile = TileOnLine(start, num_blocks, self.cost)
+        return Found(work._replace(block=block), tile), Window(batch_start, begin)
 
     @cute.jit
     def _places_of_head(self, batch_idx: Int32) -> Int32:
@@ -123,7 +120,8 @@ class KeyBlockLine:
             work = self._work(batch_idx, Int32(0))
             block, num_blocks = Int32(0), self.rules.num_query_blocks(work.slot)
             while block < num_blocks:
-                places = TileOnLine(places, self._num_blocks(work._replace(block=block))).end
+                blocks_of_tile = self._num_blocks(work._replace(block=block))
+                places = TileOnLine(places, blocks_of_tile, self.cost).end
                 block += 1
         return places
 
@@ -159,7 +157,8 @@ def schedule_stream_k(
     if const_expr(ctas_per_tile > 1):
         cta, num_ctas = cta // ctas_per_tile, num_ctas // ctas_per_tile
     of_head = line.measure_head()
-    least_places = LEAST_PLACES_OF_SELECTION if rules.has_selection else LEAST_PLACES
+    # queries choose few blocks
+    least_places = 1 if rules.has_selection else 0
     stream_k = StreamKChunks.create(of_head, line.num_heads, num_ctas, tile_m, least_places)
     first_head, chunk = stream_k.of_cta(cta)
     line = line.part(first_head, line.num_heads // stream_k.num_lines)
@@ -293,7 +292,8 @@ def schedule_forward(
         cute.arch.griddepcontrol_launch_dependents()
     if const_expr(kernel.split == BY_STREAM_K):
         assert isinstance(partials, Partials)
-        line = KeyBlockLine(rules, lengths, Int32(0), schedule.num_heads, params.num_batch)
+        cost = tile_cost(kernel.traits.tile_m)
+        line = KeyBlockLine(rules, lengths, cost, Int32(0), schedule.num_heads, params.num_batch)
         num_same = 1 if const_expr(claims is None) else clusters.CTAS
         schedule_stream_k(line, kernel.traits.tile_m, *rings, partials.pending, num_same)
     else:

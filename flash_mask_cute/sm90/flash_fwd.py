@@ -72,7 +72,7 @@ from flash_mask_cute.core.pages import Pages
 from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
-from flash_mask_cute.core.stream_k import DECODE_ROWS
+from flash_mask_cute.core.stream_k import BY_STREAM_K, DECODE_ROWS
 from flash_mask_cute.core.value_halves import of_cta, sync_ctas
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
@@ -189,6 +189,15 @@ class FlashAttentionForwardSm90:
     traits_type, destination_of = FwdTraits, staticmethod(destination_of)
     # warps that load queries
     query_loaders = 1
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether CTAs may start before the launch before has ended, whose end they wait for.
+
+        Not beside a combination that waits for splits by rows: its CTAs hold registers, and the
+        few of this launch then share SMs' ways to memory (docs/facts/hopper_forward.md#decoding).
+        """
+        return self.tile_m <= DECODE_ROWS and self.split in (None, BY_STREAM_K)
 
     def __post_init__(self) -> None:
         traits = traits_of(
@@ -335,6 +344,7 @@ class FlashAttentionForwardSm90:
             cluster=(traits.num_ctas, 1, 1) if traits.num_ctas > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.starts_early,
         )  # fmt: skip
 
     def with_operands(self, partials: Any, lengths: Lengths, mO: cute.Tensor) -> Any:
@@ -412,6 +422,9 @@ class FlashAttentionForwardSm90:
             clear(swizzled(storage.q, traits.layout_q()), traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
+        if const_expr(self.starts_early):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         sync_ctas(traits)
 
         tiles = self._tiles(storage, cached_bias)

@@ -19,7 +19,7 @@ from flash_mask_cute import interface
 from flash_mask_cute.call.arguments import AttentionCall, Options
 from flash_mask_cute.call.execution_plan import ExecutionPlan, Splits
 from flash_mask_cute.call.splits import aligned_chunks
-from flash_mask_cute.core.stream_k import BY_STREAM_K, TILE_COST, StreamKChunks
+from flash_mask_cute.core.stream_k import BY_STREAM_K, StreamKChunks
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.runtime.target import Target
 
@@ -180,7 +180,7 @@ def test_equal_tiles_fill_whole_shares(tiles: int, heads: int, expected: int) ->
     """If that leaves at most 5 % of the CTAs idle."""
     assert aligned_chunks(tiles, heads, 132, 64) == expected
     assert aligned_chunks(tiles, heads, 132, 128) == 132
-    places_of_tile = 64 + TILE_COST
+    places_of_tile = 64
     chunks = StreamKChunks.create(tiles * places_of_tile, heads, expected, 64)
     if expected < 132:
         assert chunks == (heads, tiles // (expected // heads) * places_of_tile)

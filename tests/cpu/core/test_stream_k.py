@@ -8,20 +8,18 @@ import pytest
 
 from flash_mask_cute.core.stream_k import (
     DECODE_ROWS,
-    LEAST_PLACES,
-    LEAST_PLACES_OF_SELECTION,
-    TILE_COST,
     StreamKChunks,
     TileOnLine,
     partial_tile_of_first,
     partial_tile_of_later,
+    tile_cost,
 )
 
 
-def tiles_of(lengths: list[int]) -> list[TileOnLine]:
+def tiles_of(lengths: list[int], tile_m: int) -> list[TileOnLine]:
     tiles, start = [], 0
     for length in lengths:
-        tiles.append(TileOnLine(start, length))
+        tiles.append(TileOnLine(start, length, tile_cost(tile_m)))
         start = tiles[-1].end
     return tiles
 
@@ -29,14 +27,14 @@ def tiles_of(lengths: list[int]) -> list[TileOnLine]:
 @pytest.mark.parametrize("seed", range(300))
 def test_every_block_is_in_one_share(seed: int) -> None:
     draw = random.Random(seed)
-    longest = draw.choice((1, 3, 20, 400))
-    tiles = tiles_of([draw.randint(1, longest) for _ in range(draw.randint(1, 40))])
+    longest, tile_m = draw.choice((1, 3, 20, 400)), draw.choice((DECODE_ROWS, 2 * DECODE_ROWS))
+    tiles = tiles_of([draw.randint(1, longest) for _ in range(draw.randint(1, 40))], tile_m)
     num_chunks = draw.randint(1, 150)
-    least = draw.choice((LEAST_PLACES, LEAST_PLACES_OF_SELECTION))
-    chunks_of_line = StreamKChunks.create(tiles[-1].end, 1, num_chunks, DECODE_ROWS, least)
+    least = draw.choice((0, 1))
+    chunks_of_line = StreamKChunks.create(tiles[-1].end, 1, num_chunks, tile_m, least)
     assert chunks_of_line.num_lines == 1
     size = chunks_of_line.size
-    assert size >= least
+    assert size >= (least or 1 + tile_cost(tile_m))
     assert num_chunks * size >= tiles[-1].end
     partial_tiles: dict[int, tuple[int, int]] = {}
     for number, tile in enumerate(tiles):
@@ -81,7 +79,7 @@ def test_every_place_of_every_head_has_a_cta(seed: int) -> None:
 
 def test_when_heads_have_lines_of_their_own() -> None:
     # 8 heads on 132 SMs: 16 CTAs each, and 128 are busy
-    assert StreamKChunks.create(1025, 8, 132, DECODE_ROWS) == (8, 65)
+    assert StreamKChunks.create(1024, 8, 132, DECODE_ROWS) == (8, 64)
     # queries that wait for products; chunks of few blocks; 120 busy SMs
     assert StreamKChunks.create(1025, 8, 132, 2 * DECODE_ROWS) == (1, 63)
     assert StreamKChunks.create(33, 8, 132, DECODE_ROWS) == (1, 2)
@@ -89,8 +87,12 @@ def test_when_heads_have_lines_of_their_own() -> None:
 
 
 def test_a_tile_costs_more_than_its_blocks() -> None:
-    tile = TileOnLine(7, 3)
-    assert (tile.first_block, tile.end) == (7 + TILE_COST, 10 + TILE_COST)
+    """Not in decoding: there chunks that divide equal tiles have as many blocks each."""
+    tile = TileOnLine(7, 3, tile_cost(2 * DECODE_ROWS))
+    assert (tile.first_block, tile.end) == (8, 11)
+    tiles = tiles_of([32] * 8, DECODE_ROWS)
+    size = StreamKChunks.create(tiles[-1].end, 1, 16, DECODE_ROWS).size
+    assert size == 16 and all(tile.num_splits(size) == 2 for tile in tiles)
     # the place before its blocks may be the last one of a chunk, which then has none of them
     assert tile.split(0, tile.first_block) == (0, 0)
     assert tile.split(1, tile.first_block) == (0, 3)
