@@ -187,6 +187,7 @@ class FlashAttentionForwardSm90:
     gathers: int = 0
 
     traits_type, destination_of = FwdTraits, staticmethod(destination_of)
+    loads_type = OperandLoads
     # warps that load queries
     query_loaders = 1
 
@@ -424,7 +425,7 @@ class FlashAttentionForwardSm90:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_decrease(traits.helper_registers)
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
-            loader = OperandLoads(
+            loader = self.loads_type(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,

@@ -294,7 +294,10 @@ class Epilogue:
                         column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
                         if const_expr(self.half is not None):
                             column += self.half.first_column
-                        _store_pair(columns, column, output[r, c], output[r, c + 1])
+                        if const_expr(traits.second_column + traits.tile_dv <= traits.head_dim_v):
+                            _store_pair(columns, column, output[r, c], output[r, c + 1])
+                        elif column < traits.head_dim_v:
+                            _store_pair(columns, column, output[r, c], output[r, c + 1])
 
 
 def _unless_unused(result: RowResult, used: Boolean) -> RowResult:

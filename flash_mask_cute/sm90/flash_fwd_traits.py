@@ -147,6 +147,11 @@ class FwdTraits(PackedHeads):
         return tile_columns(-(-self.head_dim_v // self.num_ctas))
 
     @property
+    def second_column(self) -> int:
+        """The first column of V of the second CTA. A tile past the last column would be clipped."""
+        return self.head_dim_v - self.tile_dv
+
+    @property
     def num_ctas(self) -> int:
         return ctas_of_tile(self.head_dim_v)
 

@@ -1,0 +1,468 @@
+"""FlashAttention forward for Hopper of heads above 256 columns: pairs of CTAs that exchange P.
+
+Two CTAs of a cluster have the same 128 query rows and the same walk over blocks of 128 keys. Each
+scores half of a block's keys over all columns of Q and K, and sums half of the columns of O over
+all keys. So no product is computed twice. A warpgroup sends P of its 64 rows to the same warpgroup
+of the other CTA, as an operand in registers (`cta_pairs.PeerWords`), with the maxima in use.
+
+Keys and values come in fills of 64 keys by 64 columns, through one ring. Of a block these are K of
+the CTA's own keys, V of these, and V of the other's, in the order of a warpgroup's work:
+
+    S = Q K^T, P = exp(S - maximum), send P, O += P V, receive P', O += P' V'
+
+A warpgroup waits for each of its products. The other one multiplies meanwhile. After a block both
+CTAs take the larger of their maxima, so these seldom differ. Of the four warpgroups the one that is
+furthest behind waits for nobody: what its peer sends, the peer sent before it. Roles, walks, masks
+and the epilogue are those of `flash_fwd`.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint16, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from flash_mask_cute.core import clusters, tma
+from flash_mask_cute.core import softmax as softmax_math
+from flash_mask_cute.core.channel import Channel
+from flash_mask_cute.core.cta import (
+    RING_STAGES,
+    SMEM_CAPACITY,
+    THREADS_PER_WARPGROUP,
+    WALK_STAGES,
+    WARPS_PER_WARPGROUP,
+    swizzled,
+    thread_in_warpgroup,
+    transposed,
+)
+from flash_mask_cute.core.lengths import Lengths
+from flash_mask_cute.core.operand_loads import HeadKeys, LoadState, OperandLoads
+from flash_mask_cute.core.ring import WORDS
+from flash_mask_cute.core.softmax import ScoreScales
+from flash_mask_cute.core.storage import barriers, elements, words
+from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Block, Kind
+from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.rules import bit_tile
+from flash_mask_cute.rules.bit_tile import HALF_WORD, LOW_HALF
+from flash_mask_cute.rules.forward_mask import ForwardMask
+from flash_mask_cute.rules.mask_rules import MaskArgs, MaskWarpRows
+from flash_mask_cute.sm90 import wgmma
+from flash_mask_cute.sm90.cta_pairs import PeerWords
+from flash_mask_cute.sm90.flash_fwd import FlashAttentionForwardSm90
+from flash_mask_cute.sm90.flash_fwd_epilogue import Epilogue
+from flash_mask_cute.sm90.flash_fwd_mainloop import BlockFacts, Channels, FwdSmem, KeyBlocks
+from flash_mask_cute.sm90.flash_fwd_traits import HALF_KEYS, SCALAR_REGISTERS, FwdTraits
+from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, mma_warpgroup_idx, take_bits
+
+# columns of a fill of HALF_KEYS keys, and its bytes; the most fills in flight
+FILL_COLUMNS = 64
+_FILL_BYTES = HALF_KEYS * FILL_COLUMNS * 2
+_MOST_FILLS = 16
+# of a thread: P of half of a block. Of a quad of threads: the maxima of its rows.
+_PROB_WORDS = HALF_KEYS // 16 * wgmma.WORDS_PER_STEP
+_ROW_WORDS = wgmma.ROWS_PER_THREAD
+_QUADS = THREADS_PER_WARPGROUP // 4
+# of a row of a bit tile: 16 columns in half of a word
+_BIT_WORDS = wgmma.COLUMNS.num_words // 2
+
+
+@dataclass(frozen=True)
+class WideFwdTraits(FwdTraits):
+    """tile_n: keys of a block, which two CTAs score; the stages are fills of a part of them."""
+
+    multicasts_keys = False
+    _registers_beside = 0
+
+    @property
+    def tile_d(self) -> int:
+        return -(-self.head_dim // FILL_COLUMNS) * FILL_COLUMNS
+
+    @property
+    def tile_dv(self) -> int:
+        """Of this CTA: whole fills, and the second one may have fewer."""
+        return -(-self.head_dim_v // (2 * FILL_COLUMNS)) * FILL_COLUMNS
+
+    @property
+    def second_column(self) -> int:
+        return self.tile_dv
+
+    @property
+    def k_fills(self) -> int:
+        return self.tile_d // FILL_COLUMNS
+
+    @property
+    def v_fills(self) -> int:
+        """Of the values of half of a block."""
+        return self.tile_dv // FILL_COLUMNS
+
+    @property
+    def block_fills(self) -> int:
+        return self.k_fills + 2 * self.v_fills
+
+    @property
+    def registers_needed(self) -> int:
+        return HALF_KEYS // 2 + HALF_KEYS // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
+
+    @property
+    def bytes_bits(self) -> int:
+        return self.tile_m * _BIT_WORDS * 4
+
+    @property
+    def _bytes_without_fills(self) -> int:
+        of_row_words = self.num_mma_warpgroups * _QUADS * _ROW_WORDS * 4
+        probs = self.tile_m * HALF_KEYS * 2
+        return self.bytes_q + probs + of_row_words + self.bytes_bits + SMEM_BOOKKEEPING
+
+    @property
+    def num_fills(self) -> int:
+        return min((SMEM_CAPACITY - self._bytes_without_fills) // _FILL_BYTES, _MOST_FILLS)
+
+    # the ring is that of keys
+    @property
+    def stages_k(self) -> int:
+        return self.num_fills
+
+    @property
+    def smem_bytes(self) -> int:
+        return self._bytes_without_fills + self.num_fills * _FILL_BYTES
+
+    bytes_k = bytes_v = _FILL_BYTES
+    box_k = HALF_KEYS, FILL_COLUMNS
+    box_v = (1, HALF_KEYS), FILL_COLUMNS
+
+    def infeasible(self) -> str | None:
+        fixed = {"tile_m": 128, "stages_q": 1, "stages_kv": 1, "share_qo": True, "page_box": None}
+        fixed |= {"in_fp8": False, "few_rows": False, "lists_per_warpgroup": False, "num_ctas": 2}
+        for name, value in (fixed | {"mask_warpgroup": False, "tile_n": 2 * HALF_KEYS}).items():
+            if (given := getattr(self, name)) != value:
+                return f"{name} must be {value} where CTAs exchange P, got {given}"
+        return super().infeasible()
+
+    def layout_k(self) -> cute.ComposedLayout:
+        """(keys, columns, fills), of K and of V."""
+        return wgmma.rows_layout(self.dtype, HALF_KEYS, FILL_COLUMNS, self.num_fills)
+
+    def layout_v(self) -> cute.ComposedLayout:
+        return cute.select(self.layout_k(), mode=[1, 0, 2])
+
+    def channel_k(self, storage: object, producers: int) -> Channel:
+        # those of `PeerRows`, of all warpgroups: initialised here
+        stages = self.num_mma_warpgroups
+        Channel.create(storage.peer_barriers.data_ptr(), stages, 1, WARPS_PER_WARPGROUP)
+        return super().channel_k(storage, producers)
+
+    def storage(self) -> cute.struct:
+        @cute.struct
+        class Storage:
+            q: elements(self.dtype, self.layout_q())
+            k: elements(self.dtype, self.layout_k())
+            probs: words(self.num_mma_warpgroups * THREADS_PER_WARPGROUP * _PROB_WORDS)
+            row_words: words(self.num_mma_warpgroups * _QUADS * _ROW_WORDS)
+            bits: words(_BIT_WORDS * self.tile_m)
+            ring: words(WORDS * RING_STAGES)
+            walk: words(WORDS * WALK_STAGES)
+            q_barriers: barriers(self.stages_q)
+            k_barriers: barriers(self.num_fills)
+            v_barriers: barriers(self.stages_kv)
+            bits_barriers: barriers(1)
+            ring_barriers: barriers(RING_STAGES)
+            walk_barriers: barriers(WALK_STAGES)
+            peer_barriers: barriers(self.num_mma_warpgroups)
+            claims_barriers: barriers(1)
+            claim: cute.struct.MemRange[Int32, 1]
+            block_flags: cute.struct.MemRange[Int32, self.num_fills]
+
+        return Storage
+
+
+@dataclass(frozen=True)
+class PeerRows(PeerWords):
+    """P of a warpgroup's rows and half of a block's keys, with the maximum of each row, passed to
+    the other CTA; after a walk, numbers of each thread's rows. row_words: of each quad."""
+
+    row_words: cute.Pointer
+
+    @staticmethod
+    def of_warpgroup(storage: object, num_warpgroups: int) -> "PeerRows":
+        own, full = mma_warpgroup_idx(), storage.peer_barriers.data_ptr()
+        return PeerRows(
+            Channel(full + own, full + num_warpgroups + own, 1),
+            storage.probs.data_ptr() + own * (THREADS_PER_WARPGROUP * _PROB_WORDS),
+            _PROB_WORDS,
+            storage.row_words.data_ptr() + own * (_QUADS * _ROW_WORDS),
+        )
+
+    @cute.jit
+    def expect_bytes(self, number: Int32, num_bytes: cutlass.Constexpr[int]) -> None:
+        """Expect what the peer sends as its message `number`, by the first warp."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0:
+            self.channel.expect(number, num_bytes)
+
+    def _of_quad(self) -> cute.Pointer:
+        place = thread_in_warpgroup() // 4 * _ROW_WORDS
+        return (self.row_words + place).align(4 * _ROW_WORDS)
+
+    @cute.jit
+    def send_probs(self, number: Int32, probs: cute.Tensor, row_max: cute.Tensor) -> None:
+        self.expect_bytes(
+            number, 4 * (THREADS_PER_WARPGROUP * _PROB_WORDS + _QUADS * _ROW_WORDS)
+        )
+        self.send(number, probs)
+        if thread_in_warpgroup() % 4 == 0:
+            maxima = cute.recast_tensor(row_max, Int32)
+            numbers = tuple(maxima[r] for r in range(_ROW_WORDS))
+            barrier = self.channel.barrier(number)
+            cute.arch.store_async_dsmem(self._of_quad(), numbers, barrier, clusters.peer())
+
+    def take_probs(self, number: Int32, probs: cute.Tensor) -> tuple:
+        """Read the peer's probabilities into `probs`. Returns the maxima of its rows."""
+        self.take(number, probs)
+        place = cute.recast_ptr(self._of_quad(), dtype=Float32)
+        maxima = cute.make_tensor(place, cute.make_layout(_ROW_WORDS))
+        found = tuple(maxima[r] for r in range(_ROW_WORDS))
+        self.release(number)
+        return found
+
+    def exchange(self, number: Int32, own: list[Float32]) -> list[Float32]:
+        """Numbers of the peer's thread, for as many of this one: 2 or 4."""
+        count = len(own)
+        given = cute.make_rmem_tensor((count,), Float32)
+        for i, x in enumerate(own):
+            given[i] = x
+        self.expect_bytes(number, THREADS_PER_WARPGROUP * 4 * count)
+        self.channel.acquire(number)
+        bits, place = cute.recast_tensor(given, Int32), self._vector(number, 0)
+        values = tuple(bits[i] for i in range(count))
+        barrier = self.channel.barrier(number)
+        cute.arch.store_async_dsmem(place, values, barrier, clusters.peer())
+        self.channel.wait(number)
+        place = cute.recast_ptr(place, dtype=Float32)
+        received = cute.make_tensor(place, cute.make_layout(count))
+        found = [received[i] for i in range(count)]
+        self.release(number)
+        return found
+
+
+@dataclass(frozen=True)
+class FillLoads(OperandLoads):
+    """The fills of a block. shape: `WideFwdTraits`."""
+
+    @cute.jit
+    def _load_block(self, place: HeadKeys, state: LoadState, block: Block) -> LoadState:
+        shape, rank, operands = self.shape, self.half.rank, self.operands
+        if const_expr(self.lengths.cu_seqlens_k is None):
+            gK = operands.k[None, None, place.head, place.batch_idx]
+        else:
+            gK = cute.domain_offset((place.offset, 0), operands.k[None, None, place.head])
+        blocks = cute.local_tile(gK, shape.box_k, (None, None))
+        src, dst = tma.blocks_of(operands.k_atom, blocks, self.k.smem)
+        number = state.blocks * shape.block_fills
+        channel = self._begin_block(number, block)
+        for i in cutlass.range(shape.k_fills, unroll=1):
+            barrier = self._begin_fill(number)
+            of_fill = src[None, 2 * block.index + rank, i], dst[None, channel.index(number)]
+            cute.copy(operands.k_atom, *of_fill, tma_bar_ptr=barrier)
+            number += 1
+        smem, side = transposed(self.v.smem), tma.RowSide.of_keys(self.lengths)
+        for turn in cutlass.range(2, unroll=1):
+            row = (2 * block.index + (rank ^ turn)) * HALF_KEYS
+            keys = place.batch_idx, place.offset, place.length
+            # other rows may hold NaN, which probabilities of 0 keep
+            gV, row = tma.readable_rows(operands.v, side, *keys, row)
+            for i in cutlass.range(shape.v_fills, unroll=1):
+                barrier = self._begin_fill(number)
+                # columns past the end are not stored, whatever they are
+                column = self._first_value_column + i * FILL_COLUMNS
+                column = cutlass.min(column, shape.head_dim_v - FILL_COLUMNS)
+                of_fill = tma.tile_of(
+                    operands.v_atom, gV, (place.head, row), shape.box_v, smem, column
+                )
+                src_v, dst_v = of_fill
+                to = dst_v[None, channel.index(number)]
+                cute.copy(operands.v_atom, src_v, to, tma_bar_ptr=barrier)
+                number += 1
+        return state._replace(blocks=state.blocks + 1)
+
+    def _begin_fill(self, number: Int32) -> cute.Pointer:
+        channel = self.k.channel
+        channel.acquire(number)
+        channel.expect(number, _FILL_BYTES)
+        return channel.barrier(number)
+
+
+class HalfBits(ForwardMask):
+    """`ForwardMask` whose bit tiles have the columns that this CTA scores, two words of a line."""
+
+    def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
+        found = ForwardMask.make_bits(self, work, block, warp_rows)
+        shift = clusters.rank() * HALF_WORD
+        halves = [(word >> shift) & LOW_HALF for word in found]
+        return tuple(
+            low | (high << HALF_WORD)
+            for low, high in zip(halves[::2], halves[1::2], strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class PairedBlocks(KeyBlocks):
+    """`KeyBlocks` of which this CTA scores half. peer: of this warpgroup."""
+
+    peer: PeerRows
+
+    def make_probs(self) -> cute.Tensor:
+        return cute.make_rmem_tensor(_PROB_WORDS, Int32)
+
+    def _bits(self, cut: Int32, is_ready: Boolean) -> tuple:
+        halves = cute.make_tensor(
+            cute.recast_ptr(self.tiles.bits.iterator, dtype=Uint16),
+            cute.make_layout((2 * _BIT_WORDS, self.traits.tile_m)),
+        )
+        first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        return tuple(
+            Int32(x) for x in take_bits(halves, self.channels.bits, first, cut, is_ready)
+        )
+
+    @cute.jit
+    def visit(self, tile: Int32, block: Int32, cut: Int32, message: Int32) -> tuple:
+        """Add a block to O, and its probabilities to the sums. No products are in flight before or
+        afterwards. Returns the next kind, and the number of the next partial block."""
+        traits, softmax, first = self.traits, self.softmax, block * self.traits.block_fills
+        acc_S = wgmma.make_accumulator(HALF_KEYS)
+        scores = self._rows_of(acc_S)
+        self.channels.k.wait(first)
+        flags = self.tiles.block_flags[self.channels.k.index(first)]
+        self._multiply_keys(acc_S, tile, first)
+        if const_expr(self.score_mod is None):
+            self._modify(None, None, scores)
+        elif self.channels.ring.read(tile).has_scores:
+            # a sequence without queries or keys has no position to evaluate
+            half = clusters.rank()
+            loaded = self._load_table_rows(tile, flags, half)
+            self._modify(self._places(tile, flags, True, half), loaded, scores)
+        if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
+            bit_tile.hide_unset(scores, self._bits(cut, Boolean(False)))
+            cut += 1
+        probs = self.make_probs()
+        factors = self._exponentials(True, scores, probs)
+        self.peer.send_probs(message, probs, softmax.row_max)
+        if softmax_math.differ_from_one(factors):
+            softmax_math.rescale(self._rows_of(self.acc_O), factors)
+        self._multiply_values(probs, first + traits.k_fills)
+        of_peer = self.make_probs()
+        maxima = self.peer.take_probs(message, of_peer)
+        if softmax_math.any_in_warp(softmax.differs_from(maxima)):
+            own, others = softmax.join(maxima)
+            softmax_math.rescale(self._rows_of(self.acc_O), own)
+            wide = cute.make_rmem_tensor(acc_S.layout, Float32)
+            wide.store(wgmma.rounded_values(of_peer, traits.dtype).load().to(Float32))
+            softmax_math.rescale(self._rows_of(wide), others)
+            wgmma.round_pairs(of_peer, wide, traits.dtype)
+        self._multiply_values(of_peer, first + traits.k_fills + traits.v_fills)
+        return flags & KIND_MASK, cut
+
+    def _multiply_keys(self, acc_S: cute.Tensor, tile: Int32, first: Int32) -> None:
+        """S = Q K^T of half of a block's keys."""
+        mma, channel = self.traits.mma_qk(num_keys=HALF_KEYS), self.channels.k
+        k_tile = wgmma.operand_b(mma, self.tiles.k)
+        for i in range(self.traits.k_fills):
+            columns = wgmma.ROWS_PER_WARPGROUP, FILL_COLUMNS
+            q = cute.local_tile(self.tiles.q, columns, (0, i, None))
+            q_tile = wgmma.operand_a(mma, q)[None, None, None, self._query_stage(tile)]
+            channel.wait(first + i)
+            stage = channel.index(first + i)
+            wgmma.issue(mma, acc_S, q_tile, k_tile[None, None, None, stage], i > 0)
+            if i > 0:
+                warpgroup.wait_group(1)
+                channel.release(first + i - 1)
+        warpgroup.wait_group(0)
+        channel.release(first + self.traits.k_fills - 1)
+
+    def _multiply_values(self, probs: cute.Tensor, first: Int32) -> None:
+        """O += P V of half of a block's keys."""
+        mma, channel = self.traits.mma_pv(FILL_COLUMNS), self.channels.k
+        operand = wgmma.words_as_operand_a(probs, self.traits.dtype)
+        v_tile = wgmma.operand_b(mma, self.tiles.v)
+        for i in range(self.traits.v_fills):
+            acc = wgmma.columns(self.acc_O, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
+            channel.wait(first + i)
+            stage = channel.index(first + i)
+            wgmma.issue(mma, acc, operand, v_tile[None, None, None, stage], True)
+            if i > 0:
+                warpgroup.wait_group(1)
+                channel.release(first + i - 1)
+        warpgroup.wait_group(0)
+        channel.release(first + self.traits.v_fills - 1)
+
+    def add_sums(self, message: Int32) -> None:
+        """Add the peer's sums, whose maxima are equal, and take its largest scores."""
+        softmax = self.softmax
+        per_row = [softmax.row_sum]
+        if softmax.row_largest is not None:
+            per_row.append(softmax.row_largest)
+        own = [x[r] for x in per_row for r in range(_ROW_WORDS)]
+        found = self.peer.exchange(message, own)
+        for r in range(_ROW_WORDS):
+            softmax.row_sum[r] = own[r] + found[r]
+            if softmax.row_largest is not None:
+                softmax.row_largest[r] = cute.arch.fmax(*(x[_ROW_WORDS + r] for x in (own, found)))
+
+
+class WideForwardSm90(FlashAttentionForwardSm90):
+    """Forward kernel for Hopper of heads with 264 to 512 columns and many queries, for
+    `cute.compile`. Parameters are those of `FlashAttentionForwardSm90`, with tiles of 128 x 128, a
+    stage of each operand, and share_qo. There are no splits, pages and fp8."""
+
+    traits_type, loads_type = WideFwdTraits, FillLoads
+
+    def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
+        return HalfBits(**vars(super()._rules(masks, lengths)))
+
+    def _tiles(self, storage: object, cached_bias: None) -> FwdSmem:
+        traits = self.traits
+        q, k = swizzled(storage.q, traits.layout_q()), swizzled(storage.k, traits.layout_k())
+        rows = wgmma.ROWS_PER_WARPGROUP
+        return FwdSmem(
+            q=q,
+            k=k,
+            v=transposed(k),
+            # in the rows of the same warpgroup
+            o=cute.local_tile(q, (rows, traits.tile_dv), (0, 0, None)),
+            block_flags=storage.block_flags.get_tensor(cute.make_layout(traits.num_fills)),
+            bits=storage.bits.get_tensor(cute.make_layout((_BIT_WORDS, traits.tile_m))),
+            any_bits=None,
+            peer=PeerRows.of_warpgroup(storage, traits.num_mma_warpgroups),
+        )
+
+    @cute.jit
+    def mma(
+        self, epilogue: Epilogue, tiles: FwdSmem, channels: Channels, scales: ScoreScales,
+        masks: MaskArgs,
+    ):  # fmt: skip
+        """MMA warpgroup: 64 query rows of every work tile."""
+        facts = BlockFacts(self._can_be_cut(masks), epilogue.lse.largest is not None, False)
+        of_call = self.traits, self.score_mod, tiles, channels, scales, masks.aux_tensors
+        blocks, ring = KeyBlocks.create(*of_call, facts), channels.ring
+        blocks = PairedBlocks(*vars(blocks).values(), tiles.peer)
+        tile, block, cut = Int32(0), Int32(0), Int32(0)
+        while ring.wait(tile):
+            channels.q.wait(tile)
+            blocks.acc_O.fill(0.0)
+            blocks.softmax.clear()
+            following = Int32(Kind.FULL)
+            while following != Kind.END:
+                # after each walk there is a message more
+                following, cut = blocks.visit(tile, block, cut, block + tile)
+                block += 1
+            blocks.add_sums(block + tile)
+            work = ring.read(tile)
+            if const_expr(epilogue.lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
+                if not work.has_scores:
+                    # what was loaded is a row that is not in use, or a neighbour's
+                    blocks.acc_O.fill(0.0)
+            epilogue.run(blocks, tiles.o[None, None, mma_warpgroup_idx()], work)
+            ring.release(tile)
+            # the output has left its query's place
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            channels.q.release(tile)
+            tile += 1
