@@ -205,9 +205,7 @@ class PeerRows(PeerWords):
 
     @cute.jit
     def send_probs(self, number: Int32, probs: cute.Tensor, row_max: cute.Tensor) -> None:
-        self.expect_bytes(
-            number, 4 * (THREADS_PER_WARPGROUP * _PROB_WORDS + _QUADS * _ROW_WORDS)
-        )
+        self.expect_bytes(number, 4 * (THREADS_PER_WARPGROUP * _PROB_WORDS + _QUADS * _ROW_WORDS))
         self.send(number, probs)
         if thread_in_warpgroup() % 4 == 0:
             maxima = cute.recast_tensor(row_max, Int32)
@@ -272,9 +270,9 @@ class FillLoads(OperandLoads):
             gV, row = tma.readable_rows(operands.v, side, *keys, row)
             for i in cutlass.range(shape.v_fills, unroll=1):
                 barrier = self._begin_fill(number)
-                # columns past the end are not stored, whatever they are
+                # a fill past the end has any columns, which are not stored
                 column = self._first_value_column + i * FILL_COLUMNS
-                column = cutlass.min(column, shape.head_dim_v - FILL_COLUMNS)
+                column = cutlass.min(column, (shape.head_dim_v - 1) // FILL_COLUMNS * FILL_COLUMNS)
                 of_fill = tma.tile_of(
                     operands.v_atom, gV, (place.head, row), shape.box_v, smem, column
                 )
@@ -299,8 +297,7 @@ class HalfBits(ForwardMask):
         shift = clusters.rank() * HALF_WORD
         halves = [(word >> shift) & LOW_HALF for word in found]
         return tuple(
-            low | (high << HALF_WORD)
-            for low, high in zip(halves[::2], halves[1::2], strict=True)
+            low | (high << HALF_WORD) for low, high in zip(halves[::2], halves[1::2], strict=True)
         )
 
 
@@ -319,9 +316,7 @@ class PairedBlocks(KeyBlocks):
             cute.make_layout((2 * _BIT_WORDS, self.traits.tile_m)),
         )
         first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        return tuple(
-            Int32(x) for x in take_bits(halves, self.channels.bits, first, cut, is_ready)
-        )
+        return tuple(Int32(x) for x in take_bits(halves, self.channels.bits, first, cut, is_ready))
 
     @cute.jit
     def visit(self, tile: Int32, block: Int32, cut: Int32, message: Int32) -> tuple:
