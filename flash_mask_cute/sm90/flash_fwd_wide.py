@@ -6,14 +6,15 @@ all keys. So no product is computed twice. A warpgroup sends P of its 64 rows to
 of the other CTA, as an operand in registers (`cta_pairs.PeerWords`), with the maxima in use.
 
 Keys and values come in fills of 64 keys by 64 columns, through one ring. Of a block these are K of
-the CTA's own keys, V of these, and V of the other's, in the order of a warpgroup's work:
+the CTA's own keys, V of the other's keys of the block before, and V of the own keys, in the order
+of a warpgroup's work:
 
-    S = Q K^T, P = exp(S - maximum), send P, O += P V, receive P', O += P' V'
+    S = Q K^T of a block, O += P' V' of the block before, P = exp(S - maximum), send P, O += P V
 
-A warpgroup waits for each of its products. The other one multiplies meanwhile. After a block both
-CTAs take the larger of their maxima, so these seldom differ. Of the four warpgroups the one that is
-furthest behind waits for nobody: what its peer sends, the peer sent before it. Roles, walks, masks
-and the epilogue are those of `flash_fwd`.
+The exponentials are computed under P' V', which leaves the peer the time of S to send P'. With each
+block both CTAs take the larger of their maxima, so these seldom differ. Of the four warpgroups the
+one that is furthest behind waits for nobody: what its peer sends, the peer sent before it. Roles,
+walks, masks and the epilogue are those of `flash_fwd`.
 """
 
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ class WideFwdTraits(FwdTraits):
 
     @property
     def registers_needed(self) -> int:
-        return HALF_KEYS // 2 + HALF_KEYS // 4 + self.tile_dv // 2 + SCALAR_REGISTERS
+        """Of S, P, the peer's P, O, and scalars."""
+        return HALF_KEYS // 2 + 2 * (HALF_KEYS // 4) + self.tile_dv // 2 + SCALAR_REGISTERS
 
     @property
     def bytes_bits(self) -> int:
@@ -256,31 +258,45 @@ class FillLoads(OperandLoads):
         blocks = cute.local_tile(gK, shape.box_k, (None, None))
         src, dst = tma.blocks_of(operands.k_atom, blocks, self.k.smem)
         number = state.blocks * shape.block_fills
+        if state.v_block >= 0:
+            number -= shape.v_fills
         channel = self._begin_block(number, block)
         for i in cutlass.range(shape.k_fills, unroll=1):
             barrier = self._begin_fill(number)
             of_fill = src[None, 2 * block.index + rank, i], dst[None, channel.index(number)]
             cute.copy(operands.k_atom, *of_fill, tma_bar_ptr=barrier)
             number += 1
-        smem, side = transposed(self.v.smem), tma.RowSide.of_keys(self.lengths)
-        for turn in cutlass.range(2, unroll=1):
-            row = (2 * block.index + (rank ^ turn)) * HALF_KEYS
-            keys = place.batch_idx, place.offset, place.length
-            # other rows may hold NaN, which probabilities of 0 keep
-            gV, row = tma.readable_rows(operands.v, side, *keys, row)
-            for i in cutlass.range(shape.v_fills, unroll=1):
-                barrier = self._begin_fill(number)
-                # a fill past the end has any columns, which are not stored
-                column = self._first_value_column + i * FILL_COLUMNS
-                column = cutlass.min(column, (shape.head_dim_v - 1) // FILL_COLUMNS * FILL_COLUMNS)
-                of_fill = tma.tile_of(
-                    operands.v_atom, gV, (place.head, row), shape.box_v, smem, column
-                )
-                src_v, dst_v = of_fill
-                to = dst_v[None, channel.index(number)]
-                cute.copy(operands.v_atom, src_v, to, tma_bar_ptr=barrier)
-                number += 1
-        return state._replace(blocks=state.blocks + 1)
+        if state.v_block >= 0:
+            number = self._load_half(number, place, 2 * state.v_block + (rank ^ 1))
+        self._load_half(number, place, 2 * block.index + rank)
+        return state._replace(blocks=state.blocks + 1, v_block=block.index, v_place=place)
+
+    @cute.jit
+    def _load_values(self, state: LoadState) -> None:
+        """The last values of a walk, which come before the next query."""
+        if state.v_block >= 0:
+            number = state.blocks * self.shape.block_fills - self.shape.v_fills
+            self._load_half(number, state.v_place, 2 * state.v_block + (self.half.rank ^ 1))
+
+    @cute.jit
+    def _load_half(self, number: Int32, place: HeadKeys, half: Int32) -> Int32:
+        """Load values of HALF_KEYS keys, half a block. Returns the number of the next fill."""
+        shape, smem = self.shape, transposed(self.v.smem)
+        side, keys = tma.RowSide.of_keys(self.lengths), (place.offset, place.length)
+        # other rows may hold NaN, which probabilities of 0 keep
+        of_keys = self.operands.v, side, place.batch_idx, *keys, half * HALF_KEYS
+        gV, row = tma.readable_rows(*of_keys)
+        for i in cutlass.range(shape.v_fills, unroll=1):
+            barrier = self._begin_fill(number)
+            # a fill past the end has any columns, which are not stored
+            column = self._first_value_column + i * FILL_COLUMNS
+            column = cutlass.min(column, (shape.head_dim_v - 1) // FILL_COLUMNS * FILL_COLUMNS)
+            first = place.head, row
+            src, dst = tma.tile_of(self.operands.v_atom, gV, first, shape.box_v, smem, column)
+            to = dst[None, self.k.channel.index(number)]
+            cute.copy(self.operands.v_atom, src, to, tma_bar_ptr=barrier)
+            number += 1
+        return number
 
     def _begin_fill(self, number: Int32) -> cute.Pointer:
         channel = self.k.channel
@@ -319,15 +335,61 @@ class PairedBlocks(KeyBlocks):
         return tuple(Int32(x) for x in take_bits(halves, self.channels.bits, first, cut, is_ready))
 
     @cute.jit
-    def visit(self, tile: Int32, block: Int32, cut: Int32, message: Int32) -> tuple:
-        """Add a block to O, and its probabilities to the sums. No products are in flight before or
-        afterwards. Returns the next kind, and the number of the next partial block."""
-        traits, softmax, first = self.traits, self.softmax, block * self.traits.block_fills
-        acc_S = wgmma.make_accumulator(HALF_KEYS)
+    def begin(self, tile: Int32, block: Int32, cut: Int32, fill: Int32) -> tuple:
+        """The first block of a walk, until the peer's part. Returns the next kind, and the numbers
+        of the next partial block and the next fill. No products are in flight before or after."""
+        acc_S, probs = wgmma.make_accumulator(HALF_KEYS), self.make_probs()
+        flags, cut = self._score(acc_S, tile, cut, fill)
         scores = self._rows_of(acc_S)
-        self.channels.k.wait(first)
-        flags = self.tiles.block_flags[self.channels.k.index(first)]
-        self._multiply_keys(acc_S, tile, first)
+        self.softmax.start(scores)
+        self.softmax.accumulate(scores)
+        wgmma.round_pairs(probs, acc_S, self.traits.dtype)
+        self.peer.send_probs(block + tile, probs, self.softmax.row_max)
+        fill = self._multiply_values(probs, fill + self.traits.k_fills)
+        return flags & KIND_MASK, cut, fill
+
+    @cute.jit
+    def visit(self, tile: Int32, block: Int32, cut: Int32, fill: Int32) -> tuple:
+        """The peer's part of the block before, with the exponentials of this one under its product,
+        and this one until the peer's part. The same results as of `begin`."""
+        traits = self.traits
+        acc_S, of_peer, fresh = wgmma.make_accumulator(HALF_KEYS), *self._two_probs()
+        flags, cut = self._score(acc_S, tile, cut, fill)
+        fill += traits.k_fills
+        self._take(block - 1 + tile, of_peer)
+        self._issue_values(of_peer, fill)
+        factors = self._exponentials(False, self._rows_of(acc_S), fresh)
+        self.peer.send_probs(block + tile, fresh, self.softmax.row_max)
+        if softmax_math.differ_from_one(factors):
+            warpgroup.wait_group(0)
+            softmax_math.rescale(self._rows_of(self.acc_O), factors)
+        # docs/facts/compiler.md#a-wait-for-products-moves-up-to-the-start-of-its-basic-block
+        warpgroup.wait_group(0)
+        for i in range(traits.v_fills):
+            self.channels.k.release(fill + i)
+        probs = self.make_probs()
+        wgmma.copy_words(probs, fresh, self.opaque_one)
+        fill = self._multiply_values(probs, fill + traits.v_fills)
+        return flags & KIND_MASK, cut, fill
+
+    def _two_probs(self) -> tuple[cute.Tensor, cute.Tensor]:
+        return self.make_probs(), self.make_probs()
+
+    @cute.jit
+    def end(self, message: Int32, fill: Int32) -> Int32:
+        """The peer's part of a walk's last block. Returns the number of the next fill."""
+        of_peer = self.make_probs()
+        self._take(message, of_peer)
+        return self._multiply_values(of_peer, fill)
+
+    @cute.jit
+    def _score(self, acc_S: cute.Tensor, tile: Int32, cut: Int32, fill: Int32) -> tuple:
+        """Masked scores of half of a block's keys. Returns the block's flags, and the number of the
+        next partial block."""
+        scores = self._rows_of(acc_S)
+        self.channels.k.wait(fill)
+        flags = self.tiles.block_flags[self.channels.k.index(fill)]
+        self._multiply_keys(acc_S, tile, fill)
         if const_expr(self.score_mod is None):
             self._modify(None, None, scores)
         elif self.channels.ring.read(tile).has_scores:
@@ -338,23 +400,20 @@ class PairedBlocks(KeyBlocks):
         if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
             bit_tile.hide_unset(scores, self._bits(cut, Boolean(False)))
             cut += 1
-        probs = self.make_probs()
-        factors = self._exponentials(True, scores, probs)
-        self.peer.send_probs(message, probs, softmax.row_max)
-        if softmax_math.differ_from_one(factors):
-            softmax_math.rescale(self._rows_of(self.acc_O), factors)
-        self._multiply_values(probs, first + traits.k_fills)
-        of_peer = self.make_probs()
+        return flags, cut
+
+    @cute.jit
+    def _take(self, message: Int32, of_peer: cute.Tensor) -> None:
+        """Probabilities of the peer, in units of the larger of both maxima, as O and the sums."""
+        softmax = self.softmax
         maxima = self.peer.take_probs(message, of_peer)
         if softmax_math.any_in_warp(softmax.differs_from(maxima)):
             own, others = softmax.join(maxima)
             softmax_math.rescale(self._rows_of(self.acc_O), own)
-            wide = cute.make_rmem_tensor(acc_S.layout, Float32)
-            wide.store(wgmma.rounded_values(of_peer, traits.dtype).load().to(Float32))
-            softmax_math.rescale(self._rows_of(wide), others)
-            wgmma.round_pairs(of_peer, wide, traits.dtype)
-        self._multiply_values(of_peer, first + traits.k_fills + traits.v_fills)
-        return flags & KIND_MASK, cut
+            acc = wgmma.make_accumulator(HALF_KEYS)
+            acc.store(wgmma.rounded_values(of_peer, self.traits.dtype).load().to(Float32))
+            softmax_math.rescale(self._rows_of(acc), others)
+            wgmma.round_pairs(of_peer, acc, self.traits.dtype)
 
     def _multiply_keys(self, acc_S: cute.Tensor, tile: Int32, first: Int32) -> None:
         """S = Q K^T of half of a block's keys."""
@@ -373,21 +432,27 @@ class PairedBlocks(KeyBlocks):
         warpgroup.wait_group(0)
         channel.release(first + self.traits.k_fills - 1)
 
-    def _multiply_values(self, probs: cute.Tensor, first: Int32) -> None:
-        """O += P V of half of a block's keys."""
+    def _issue_values(self, probs: cute.Tensor, fill: Int32, paced: bool = False) -> None:
+        """Start O += P V of half of a block's keys. paced: release what is complete."""
         mma, channel = self.traits.mma_pv(FILL_COLUMNS), self.channels.k
         operand = wgmma.words_as_operand_a(probs, self.traits.dtype)
         v_tile = wgmma.operand_b(mma, self.tiles.v)
         for i in range(self.traits.v_fills):
             acc = wgmma.columns(self.acc_O, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
-            channel.wait(first + i)
-            stage = channel.index(first + i)
+            channel.wait(fill + i)
+            stage = channel.index(fill + i)
             wgmma.issue(mma, acc, operand, v_tile[None, None, None, stage], True)
-            if i > 0:
+            if paced and i > 0:
                 warpgroup.wait_group(1)
-                channel.release(first + i - 1)
+                channel.release(fill + i - 1)
+
+    def _multiply_values(self, probs: cute.Tensor, fill: Int32) -> Int32:
+        """O += P V, complete. Returns the number of the fill after those of V."""
+        self._issue_values(probs, fill, paced=True)
         warpgroup.wait_group(0)
-        channel.release(first + self.traits.v_fills - 1)
+        fill += self.traits.v_fills
+        self.channels.k.release(fill - 1)
+        return fill
 
     def add_sums(self, message: Int32) -> None:
         """Add the peer's sums, whose maxima are equal, and take its largest scores."""
@@ -439,16 +504,17 @@ class WideForwardSm90(FlashAttentionForwardSm90):
         of_call = self.traits, self.score_mod, tiles, channels, scales, masks.aux_tensors
         blocks, ring = KeyBlocks.create(*of_call, facts), channels.ring
         blocks = PairedBlocks(*vars(blocks).values(), tiles.peer)
-        tile, block, cut = Int32(0), Int32(0), Int32(0)
+        tile, block, cut, fill = Int32(0), Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
             channels.q.wait(tile)
             blocks.acc_O.fill(0.0)
-            blocks.softmax.clear()
-            following = Int32(Kind.FULL)
+            # after the messages of each walk's blocks there is one more
+            following, cut, fill = blocks.begin(tile, block, cut, fill)
             while following != Kind.END:
-                # after each walk there is a message more
-                following, cut = blocks.visit(tile, block, cut, block + tile)
                 block += 1
+                following, cut, fill = blocks.visit(tile, block, cut, fill)
+            fill = blocks.end(block + tile, fill)
+            block += 1
             blocks.add_sums(block + tile)
             work = ring.read(tile)
             if const_expr(epilogue.lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
