@@ -18,6 +18,7 @@ walks, masks and the epilogue are those of `flash_fwd`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -28,20 +29,15 @@ from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core import softmax as softmax_math
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
-    RING_STAGES,
     SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
-    WALK_STAGES,
     WARPS_PER_WARPGROUP,
-    swizzled,
     thread_in_warpgroup,
     transposed,
 )
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.operand_loads import HeadKeys, LoadState, OperandLoads
-from flash_mask_cute.core.ring import WORDS
 from flash_mask_cute.core.softmax import ScoreScales
-from flash_mask_cute.core.storage import barriers, elements, words
 from flash_mask_cute.core.walk_ring import KIND_MASK, OWN_KIND_SHIFT, Block, Kind
 from flash_mask_cute.core.work_ring import Work
 from flash_mask_cute.rules import bit_tile
@@ -60,20 +56,24 @@ from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, mma_warpgroup_idx,
 FILL_COLUMNS = 64
 _FILL_BYTES = HALF_KEYS * FILL_COLUMNS * 2
 _MOST_FILLS = 16
-# of a thread: P of half of a block. Of a quad of threads: the maxima of its rows.
+# of a thread: P of half of a block; of a quad of threads: the maxima of its rows
 _PROB_WORDS = HALF_KEYS // 16 * wgmma.WORDS_PER_STEP
-_ROW_WORDS = wgmma.ROWS_PER_THREAD
-_QUADS = THREADS_PER_WARPGROUP // 4
+_ROWS = wgmma.ROWS_PER_THREAD
+_WORDS_OF_PROBS = THREADS_PER_WARPGROUP * _PROB_WORDS
+_WORDS_OF_MAXIMA = THREADS_PER_WARPGROUP // 4 * _ROWS
 # of a row of a bit tile: 16 columns in half of a word
 _BIT_WORDS = wgmma.COLUMNS.num_words // 2
 
 
 @dataclass(frozen=True)
 class WideFwdTraits(FwdTraits):
-    """tile_n: keys of a block, which two CTAs score; the stages are fills of a part of them."""
+    """tile_n: keys of a block, which two CTAs score. Stages of k are fills of keys or values."""
 
-    multicasts_keys = False
+    multicasts_keys = has_values = False
     _registers_beside = 0
+    bytes_k = bytes_v = _FILL_BYTES
+    box_k, box_v = (HALF_KEYS, FILL_COLUMNS), ((1, HALF_KEYS), FILL_COLUMNS)
+    peer_words = _WORDS_OF_PROBS + _WORDS_OF_MAXIMA
 
     @property
     def tile_d(self) -> int:
@@ -87,6 +87,10 @@ class WideFwdTraits(FwdTraits):
     @property
     def second_column(self) -> int:
         return self.tile_dv
+
+    @property
+    def peer_channels(self) -> int:
+        return self.num_mma_warpgroups
 
     @property
     def k_fills(self) -> int:
@@ -112,136 +116,98 @@ class WideFwdTraits(FwdTraits):
 
     @property
     def _bytes_without_fills(self) -> int:
-        of_row_words = self.num_mma_warpgroups * _QUADS * _ROW_WORDS * 4
-        probs = self.tile_m * HALF_KEYS * 2
-        return self.bytes_q + probs + of_row_words + self.bytes_bits + SMEM_BOOKKEEPING
+        of_peer = 4 * self.peer_channels * self.peer_words
+        return self.bytes_q + of_peer + self.bytes_bits + SMEM_BOOKKEEPING
 
-    @property
-    def num_fills(self) -> int:
-        return min((SMEM_CAPACITY - self._bytes_without_fills) // _FILL_BYTES, _MOST_FILLS)
-
-    # the ring is that of keys
     @property
     def stages_k(self) -> int:
-        return self.num_fills
+        return min((SMEM_CAPACITY - self._bytes_without_fills) // _FILL_BYTES, _MOST_FILLS)
 
     @property
     def smem_bytes(self) -> int:
-        return self._bytes_without_fills + self.num_fills * _FILL_BYTES
-
-    bytes_k = bytes_v = _FILL_BYTES
-    box_k = HALF_KEYS, FILL_COLUMNS
-    box_v = (1, HALF_KEYS), FILL_COLUMNS
+        return self._bytes_without_fills + self.stages_k * _FILL_BYTES
 
     def infeasible(self) -> str | None:
-        fixed = {"tile_m": 128, "stages_q": 1, "stages_kv": 1, "share_qo": True, "page_box": None}
-        fixed |= {"in_fp8": False, "few_rows": False, "lists_per_warpgroup": False, "num_ctas": 2}
-        for name, value in (fixed | {"mask_warpgroup": False, "tile_n": 2 * HALF_KEYS}).items():
+        fixed = {"tile_m": 128, "tile_n": 2 * HALF_KEYS, "stages_q": 1, "stages_kv": 1}
+        fixed |= {"share_qo": True, "page_box": None, "in_fp8": False, "few_rows": False}
+        for name, value in (fixed | {"mask_warpgroup": False, "num_ctas": 2}).items():
             if (given := getattr(self, name)) != value:
                 return f"{name} must be {value} where CTAs exchange P, got {given}"
         return super().infeasible()
 
     def layout_k(self) -> cute.ComposedLayout:
         """(keys, columns, fills), of K and of V."""
-        return wgmma.rows_layout(self.dtype, HALF_KEYS, FILL_COLUMNS, self.num_fills)
+        return wgmma.rows_layout(self.dtype, HALF_KEYS, FILL_COLUMNS, self.stages_k)
 
     def layout_v(self) -> cute.ComposedLayout:
         return cute.select(self.layout_k(), mode=[1, 0, 2])
 
-    def channel_k(self, storage: object, producers: int) -> Channel:
-        # those of `PeerRows`, of all warpgroups: initialised here
-        stages = self.num_mma_warpgroups
-        Channel.create(storage.peer_barriers.data_ptr(), stages, 1, WARPS_PER_WARPGROUP)
+    def channel_k(self, storage: Any, producers: int) -> Channel:
+        # those of `PeerRows`, of all warpgroups, are initialised here
+        of_peer = storage.peer_barriers.data_ptr(), self.peer_channels
+        Channel.create(*of_peer, 1, WARPS_PER_WARPGROUP)
         return super().channel_k(storage, producers)
-
-    def storage(self) -> cute.struct:
-        @cute.struct
-        class Storage:
-            q: elements(self.dtype, self.layout_q())
-            k: elements(self.dtype, self.layout_k())
-            probs: words(self.num_mma_warpgroups * THREADS_PER_WARPGROUP * _PROB_WORDS)
-            row_words: words(self.num_mma_warpgroups * _QUADS * _ROW_WORDS)
-            bits: words(_BIT_WORDS * self.tile_m)
-            ring: words(WORDS * RING_STAGES)
-            walk: words(WORDS * WALK_STAGES)
-            q_barriers: barriers(self.stages_q)
-            k_barriers: barriers(self.num_fills)
-            v_barriers: barriers(self.stages_kv)
-            bits_barriers: barriers(1)
-            ring_barriers: barriers(RING_STAGES)
-            walk_barriers: barriers(WALK_STAGES)
-            peer_barriers: barriers(self.num_mma_warpgroups)
-            claims_barriers: barriers(1)
-            claim: cute.struct.MemRange[Int32, 1]
-            block_flags: cute.struct.MemRange[Int32, self.num_fills]
-
-        return Storage
 
 
 @dataclass(frozen=True)
 class PeerRows(PeerWords):
-    """P of a warpgroup's rows and half of a block's keys, with the maximum of each row, passed to
-    the other CTA; after a walk, numbers of each thread's rows. row_words: of each quad."""
+    """Messages of a warpgroup to the same one of the other CTA: of a block P and the maximum in use
+    of each row, and after a walk numbers of each thread. maxima: of each quad's rows."""
 
-    row_words: cute.Pointer
+    maxima: cute.Pointer
 
     @staticmethod
-    def of_warpgroup(storage: object, num_warpgroups: int) -> "PeerRows":
+    def of_warpgroup(storage: Any, count: int) -> "PeerRows":
         own, full = mma_warpgroup_idx(), storage.peer_barriers.data_ptr()
-        return PeerRows(
-            Channel(full + own, full + num_warpgroups + own, 1),
-            storage.probs.data_ptr() + own * (THREADS_PER_WARPGROUP * _PROB_WORDS),
-            _PROB_WORDS,
-            storage.row_words.data_ptr() + own * (_QUADS * _ROW_WORDS),
-        )
+        received = storage.peer_words.data_ptr() + own * (_WORDS_OF_PROBS + _WORDS_OF_MAXIMA)
+        channel = Channel(full + own, full + count + own, 1)
+        return PeerRows(channel, received, _PROB_WORDS, received + _WORDS_OF_PROBS)
 
     @cute.jit
-    def expect_bytes(self, number: Int32, num_bytes: cutlass.Constexpr[int]) -> None:
-        """Expect what the peer sends as its message `number`, by the first warp."""
+    def expect_words(self, number: Int32, count: cutlass.Constexpr[int]) -> None:
+        """Expect the peer's message of so many words, by the first warp."""
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0:
-            self.channel.expect(number, num_bytes)
+            self.channel.expect(number, 4 * count)
 
-    def _of_quad(self) -> cute.Pointer:
-        place = thread_in_warpgroup() // 4 * _ROW_WORDS
-        return (self.row_words + place).align(4 * _ROW_WORDS)
-
-    @cute.jit
-    def send_probs(self, number: Int32, probs: cute.Tensor, row_max: cute.Tensor) -> None:
-        self.expect_bytes(number, 4 * (THREADS_PER_WARPGROUP * _PROB_WORDS + _QUADS * _ROW_WORDS))
-        self.send(number, probs)
-        if thread_in_warpgroup() % 4 == 0:
-            maxima = cute.recast_tensor(row_max, Int32)
-            numbers = tuple(maxima[r] for r in range(_ROW_WORDS))
-            barrier = self.channel.barrier(number)
-            cute.arch.store_async_dsmem(self._of_quad(), numbers, barrier, clusters.peer())
-
-    def take_probs(self, number: Int32, probs: cute.Tensor) -> tuple:
-        """Read the peer's probabilities into `probs`. Returns the maxima of its rows."""
-        self.take(number, probs)
-        place = cute.recast_ptr(self._of_quad(), dtype=Float32)
-        maxima = cute.make_tensor(place, cute.make_layout(_ROW_WORDS))
-        found = tuple(maxima[r] for r in range(_ROW_WORDS))
-        self.release(number)
-        return found
-
-    def exchange(self, number: Int32, own: list[Float32]) -> list[Float32]:
-        """Numbers of the peer's thread, for as many of this one: 2 or 4."""
-        count = len(own)
-        given = cute.make_rmem_tensor((count,), Float32)
-        for i, x in enumerate(own):
-            given[i] = x
-        self.expect_bytes(number, THREADS_PER_WARPGROUP * 4 * count)
-        self.channel.acquire(number)
-        bits, place = cute.recast_tensor(given, Int32), self._vector(number, 0)
-        values = tuple(bits[i] for i in range(count))
+    def _send_floats(self, number: Int32, values: cute.Tensor, place: cute.Pointer) -> None:
+        """Send 2 or 4 numbers."""
+        bits, count = cute.recast_tensor(values, Int32), cute.size(values)
+        of_thread = tuple(bits[i] for i in range(count))
         barrier = self.channel.barrier(number)
-        cute.arch.store_async_dsmem(place, values, barrier, clusters.peer())
-        self.channel.wait(number)
-        place = cute.recast_ptr(place, dtype=Float32)
-        received = cute.make_tensor(place, cute.make_layout(count))
+        cute.arch.store_async_dsmem(place.align(4 * count), of_thread, barrier, clusters.peer())
+
+    def _take_floats(self, number: Int32, count: int, place: cute.Pointer) -> list[Float32]:
+        received = cute.make_tensor(cute.recast_ptr(place, dtype=Float32), cute.make_layout(count))
         found = [received[i] for i in range(count)]
         self.release(number)
         return found
+
+    @property
+    def _of_quad(self) -> cute.Pointer:
+        return self.maxima + thread_in_warpgroup() // 4 * _ROWS
+
+    @cute.jit
+    def send_probs(self, number: Int32, probs: cute.Tensor, row_max: cute.Tensor) -> None:
+        self.expect_words(number, _WORDS_OF_PROBS + _WORDS_OF_MAXIMA)
+        self.send(number, probs)
+        if thread_in_warpgroup() % 4 == 0:
+            self._send_floats(number, row_max, self._of_quad)
+
+    def take_probs(self, number: Int32, probs: cute.Tensor) -> list[Float32]:
+        """Read the peer's probabilities into `probs`. Returns the maxima of its rows."""
+        self.take(number, probs)
+        return self._take_floats(number, _ROWS, self._of_quad)
+
+    def exchange(self, number: Int32, own: list[Float32]) -> list[Float32]:
+        """The numbers of the peer's thread for those of this one, 2 or 4."""
+        values, place = cute.make_rmem_tensor((len(own),), Float32), self._vector(number, 0)
+        for i, x in enumerate(own):
+            values[i] = x
+        self.expect_words(number, THREADS_PER_WARPGROUP * len(own))
+        self.channel.acquire(number)
+        self._send_floats(number, values, place)
+        self.channel.wait(number)
+        return self._take_floats(number, len(own), place)
 
 
 @dataclass(frozen=True)
@@ -353,7 +319,8 @@ class PairedBlocks(KeyBlocks):
         """The peer's part of the block before, with the exponentials of this one under its product,
         and this one until the peer's part. The same results as of `begin`."""
         traits = self.traits
-        acc_S, of_peer, fresh = wgmma.make_accumulator(HALF_KEYS), *self._two_probs()
+        acc_S = wgmma.make_accumulator(HALF_KEYS)
+        of_peer, fresh = self.make_probs(), self.make_probs()
         flags, cut = self._score(acc_S, tile, cut, fill)
         fill += traits.k_fills
         self._take(block - 1 + tile, of_peer)
@@ -371,9 +338,6 @@ class PairedBlocks(KeyBlocks):
         wgmma.copy_words(probs, fresh, self.opaque_one)
         fill = self._multiply_values(probs, fill + traits.v_fills)
         return flags & KIND_MASK, cut, fill
-
-    def _two_probs(self) -> tuple[cute.Tensor, cute.Tensor]:
-        return self.make_probs(), self.make_probs()
 
     @cute.jit
     def end(self, message: Int32, fill: Int32) -> Int32:
@@ -460,12 +424,12 @@ class PairedBlocks(KeyBlocks):
         per_row = [softmax.row_sum]
         if softmax.row_largest is not None:
             per_row.append(softmax.row_largest)
-        own = [x[r] for x in per_row for r in range(_ROW_WORDS)]
+        own = [x[r] for x in per_row for r in range(_ROWS)]
         found = self.peer.exchange(message, own)
-        for r in range(_ROW_WORDS):
+        for r in range(_ROWS):
             softmax.row_sum[r] = own[r] + found[r]
             if softmax.row_largest is not None:
-                softmax.row_largest[r] = cute.arch.fmax(*(x[_ROW_WORDS + r] for x in (own, found)))
+                softmax.row_largest[r] = cute.arch.fmax(*(x[_ROWS + r] for x in (own, found)))
 
 
 class WideForwardSm90(FlashAttentionForwardSm90):
@@ -478,20 +442,15 @@ class WideForwardSm90(FlashAttentionForwardSm90):
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         return HalfBits(**vars(super()._rules(masks, lengths)))
 
-    def _tiles(self, storage: object, cached_bias: None) -> FwdSmem:
-        traits = self.traits
-        q, k = swizzled(storage.q, traits.layout_q()), swizzled(storage.k, traits.layout_k())
-        rows = wgmma.ROWS_PER_WARPGROUP
-        return FwdSmem(
-            q=q,
-            k=k,
-            v=transposed(k),
-            # in the rows of the same warpgroup
-            o=cute.local_tile(q, (rows, traits.tile_dv), (0, 0, None)),
-            block_flags=storage.block_flags.get_tensor(cute.make_layout(traits.num_fills)),
+    def _tiles(self, storage: Any, cached_bias: None) -> FwdSmem:
+        traits, tiles = self.traits, super()._tiles(storage, cached_bias)
+        # in the rows of the same warpgroup
+        of_output = wgmma.ROWS_PER_WARPGROUP, traits.tile_dv
+        return tiles._replace(
+            v=transposed(tiles.k),
+            o=cute.local_tile(tiles.q, of_output, (0, 0, None)),
             bits=storage.bits.get_tensor(cute.make_layout((_BIT_WORDS, traits.tile_m))),
-            any_bits=None,
-            peer=PeerRows.of_warpgroup(storage, traits.num_mma_warpgroups),
+            peer=PeerRows.of_warpgroup(storage, traits.peer_channels),
         )
 
     @cute.jit
