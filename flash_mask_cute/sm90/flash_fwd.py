@@ -471,7 +471,9 @@ class FlashAttentionForwardSm90:
         return FwdSmem(
             q=swizzled(storage.q, traits.layout_q()),
             k=swizzled(storage.k, traits.layout_k()),
-            v=swizzled(storage.v, traits.layout_v()),
+            v=swizzled(
+                storage.v if const_expr(traits.has_values) else storage.k, traits.layout_v()
+            ),
             o=swizzled(storage.q if const_expr(traits.share_qo) else storage.o, traits.layout_o()),
             block_flags=storage.block_flags.get_tensor(cute.make_layout(traits.stages_k)),
             bits=storage.bits.get_tensor(

@@ -447,7 +447,6 @@ class WideForwardSm90(FlashAttentionForwardSm90):
         # in the rows of the same warpgroup
         of_output = wgmma.ROWS_PER_WARPGROUP, traits.tile_dv
         return tiles._replace(
-            v=transposed(tiles.k),
             o=cute.local_tile(tiles.q, of_output, (0, 0, None)),
             bits=storage.bits.get_tensor(cute.make_layout((_BIT_WORDS, traits.tile_m))),
             peer=PeerRows.of_warpgroup(storage, traits.peer_channels),
