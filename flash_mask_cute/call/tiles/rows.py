@@ -171,7 +171,7 @@ class FwdRow(NamedTuple):
             )
         if x.needs_rows:
             yield Condition(
-                "whole walks over keys in rows",
+                "one pass over keys in rows",
                 lambda call: call.decode_rows is None and call.selected_block == 0,
             )
         if x.caches_bias:
