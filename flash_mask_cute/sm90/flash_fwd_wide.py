@@ -18,6 +18,7 @@ walks, masks and the epilogue are those of `flash_fwd`.
 """
 
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import cutlass
@@ -56,11 +57,10 @@ from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, mma_warpgroup_idx,
 FILL_COLUMNS = 64
 _FILL_BYTES = HALF_KEYS * FILL_COLUMNS * 2
 _MOST_FILLS = 16
-# of a thread: P of half of a block; of a quad of threads: the maxima of its rows
+# of a thread and of a warpgroup: P of half of a block; that and numbers of rows
 _PROB_WORDS = HALF_KEYS // 16 * wgmma.WORDS_PER_STEP
-_ROWS = wgmma.ROWS_PER_THREAD
 _WORDS_OF_PROBS = THREADS_PER_WARPGROUP * _PROB_WORDS
-_WORDS_OF_MAXIMA = THREADS_PER_WARPGROUP // 4 * _ROWS
+_MESSAGE = _WORDS_OF_PROBS + wgmma.ROWS_PER_WARPGROUP
 # of a row of a bit tile: 16 columns in half of a word
 _BIT_WORDS = wgmma.COLUMNS.num_words // 2
 
@@ -73,7 +73,7 @@ class WideFwdTraits(FwdTraits):
     _registers_beside = 0
     bytes_k = bytes_v = _FILL_BYTES
     box_k, box_v = (HALF_KEYS, FILL_COLUMNS), ((1, HALF_KEYS), FILL_COLUMNS)
-    peer_words = _WORDS_OF_PROBS + _WORDS_OF_MAXIMA
+    peer_words = _MESSAGE
 
     @property
     def tile_d(self) -> int:
@@ -151,63 +151,54 @@ class WideFwdTraits(FwdTraits):
 
 @dataclass(frozen=True)
 class PeerRows(PeerWords):
-    """Messages of a warpgroup to the same one of the other CTA: of a block P and the maximum in use
-    of each row, and after a walk numbers of each thread. maxima: of each quad's rows."""
+    """Messages of a warpgroup to the same one of the other CTA: two numbers of each quad's rows, at
+    `rows`, and in those of blocks also P."""
 
-    maxima: cute.Pointer
+    rows: cute.Pointer
 
     @staticmethod
     def of_warpgroup(storage: Any, count: int) -> "PeerRows":
         own, full = mma_warpgroup_idx(), storage.peer_barriers.data_ptr()
-        received = storage.peer_words.data_ptr() + own * (_WORDS_OF_PROBS + _WORDS_OF_MAXIMA)
+        received = storage.peer_words.data_ptr() + own * _MESSAGE
         channel = Channel(full + own, full + count + own, 1)
         return PeerRows(channel, received, _PROB_WORDS, received + _WORDS_OF_PROBS)
 
     @cute.jit
-    def expect_words(self, number: Int32, count: cutlass.Constexpr[int]) -> None:
-        """Expect the peer's message of so many words, by the first warp."""
+    def _send_rows(self, number: Int32, of_rows: cute.Tensor, count: cutlass.Constexpr[int]):
+        """Send a float of each row, last of a message of so many words, and expect the peer's."""
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0:
             self.channel.expect(number, 4 * count)
+        if thread_in_warpgroup() % 4 == 0:
+            bits, barrier = cute.recast_tensor(of_rows, Int32), self.channel.barrier(number)
+            place = self._of_quad.align(8)
+            cute.arch.store_async_dsmem(place, (bits[0], bits[1]), barrier, clusters.peer())
 
-    def _send_floats(self, number: Int32, values: cute.Tensor, place: cute.Pointer) -> None:
-        """Send 2 or 4 numbers."""
-        bits, count = cute.recast_tensor(values, Int32), cute.size(values)
-        of_thread = tuple(bits[i] for i in range(count))
-        barrier = self.channel.barrier(number)
-        cute.arch.store_async_dsmem(place.align(4 * count), of_thread, barrier, clusters.peer())
-
-    def _take_floats(self, number: Int32, count: int, place: cute.Pointer) -> list[Float32]:
-        received = cute.make_tensor(cute.recast_ptr(place, dtype=Float32), cute.make_layout(count))
-        found = [received[i] for i in range(count)]
+    def _take_rows(self, number: Int32) -> list[Float32]:
+        place = cute.recast_ptr(self._of_quad, dtype=Float32)
+        received = cute.make_tensor(place, cute.make_layout(wgmma.ROWS_PER_THREAD))
+        found = [received[r] for r in range(wgmma.ROWS_PER_THREAD)]
         self.release(number)
         return found
 
     @property
     def _of_quad(self) -> cute.Pointer:
-        return self.maxima + thread_in_warpgroup() // 4 * _ROWS
+        return self.rows + thread_in_warpgroup() // 4 * wgmma.ROWS_PER_THREAD
 
-    @cute.jit
     def send_probs(self, number: Int32, probs: cute.Tensor, row_max: cute.Tensor) -> None:
-        self.expect_words(number, _WORDS_OF_PROBS + _WORDS_OF_MAXIMA)
         self.send(number, probs)
-        if thread_in_warpgroup() % 4 == 0:
-            self._send_floats(number, row_max, self._of_quad)
+        self._send_rows(number, row_max, _MESSAGE)
 
     def take_probs(self, number: Int32, probs: cute.Tensor) -> list[Float32]:
         """Read the peer's probabilities into `probs`. Returns the maxima of its rows."""
         self.take(number, probs)
-        return self._take_floats(number, _ROWS, self._of_quad)
+        return self._take_rows(number)
 
-    def exchange(self, number: Int32, own: list[Float32]) -> list[Float32]:
-        """The numbers of the peer's thread for those of this one, 2 or 4."""
-        values, place = cute.make_rmem_tensor((len(own),), Float32), self._vector(number, 0)
-        for i, x in enumerate(own):
-            values[i] = x
-        self.expect_words(number, THREADS_PER_WARPGROUP * len(own))
+    def exchange(self, number: Int32, of_rows: cute.Tensor) -> list[Float32]:
+        """The peer's floats of rows for these, which are equal in a quad."""
         self.channel.acquire(number)
-        self._send_floats(number, values, place)
+        self._send_rows(number, of_rows, _MESSAGE - _WORDS_OF_PROBS)
         self.channel.wait(number)
-        return self._take_floats(number, len(own), place)
+        return self._take_rows(number)
 
 
 @dataclass(frozen=True)
@@ -310,9 +301,13 @@ class PairedBlocks(KeyBlocks):
         self.softmax.start(scores)
         self.softmax.accumulate(scores)
         wgmma.round_pairs(probs, acc_S, self.traits.dtype)
-        self.peer.send_probs(block + tile, probs, self.softmax.row_max)
+        self.peer.send_probs(self._message(tile, block), probs, self.softmax.row_max)
         fill = self._multiply_values(probs, fill + self.traits.k_fills)
         return flags & KIND_MASK, cut, fill
+
+    def _message(self, tile: Int32, block: Int32) -> Int32:
+        """The number of a block's message: after each walk there are one or two more."""
+        return block + tile * (2 if self.facts.keeps_largest else 1)
 
     @cute.jit
     def visit(self, tile: Int32, block: Int32, cut: Int32, fill: Int32) -> tuple:
@@ -323,10 +318,10 @@ class PairedBlocks(KeyBlocks):
         of_peer, fresh = self.make_probs(), self.make_probs()
         flags, cut = self._score(acc_S, tile, cut, fill)
         fill += traits.k_fills
-        self._take(block - 1 + tile, of_peer)
-        self._issue_values(of_peer, fill)
+        self._take(self._message(tile, block - 1), of_peer)
+        self._multiply_values(of_peer, fill, waits=False)
         factors = self._exponentials(False, self._rows_of(acc_S), fresh)
-        self.peer.send_probs(block + tile, fresh, self.softmax.row_max)
+        self.peer.send_probs(self._message(tile, block), fresh, self.softmax.row_max)
         if softmax_math.differ_from_one(factors):
             warpgroup.wait_group(0)
             softmax_math.rescale(self._rows_of(self.acc_O), factors)
@@ -340,11 +335,13 @@ class PairedBlocks(KeyBlocks):
         return flags & KIND_MASK, cut, fill
 
     @cute.jit
-    def end(self, message: Int32, fill: Int32) -> Int32:
+    def end(self, tile: Int32, block: Int32, fill: Int32) -> Int32:
         """The peer's part of a walk's last block. Returns the number of the next fill."""
-        of_peer = self.make_probs()
+        message, of_peer = self._message(tile, block), self.make_probs()
         self._take(message, of_peer)
-        return self._multiply_values(of_peer, fill)
+        fill = self._multiply_values(of_peer, fill)
+        self.join_rows(message + 1)
+        return fill
 
     @cute.jit
     def _score(self, acc_S: cute.Tensor, tile: Int32, cut: Int32, fill: Int32) -> tuple:
@@ -379,57 +376,56 @@ class PairedBlocks(KeyBlocks):
             softmax_math.rescale(self._rows_of(acc), others)
             wgmma.round_pairs(of_peer, acc, self.traits.dtype)
 
-    def _multiply_keys(self, acc_S: cute.Tensor, tile: Int32, first: Int32) -> None:
-        """S = Q K^T of half of a block's keys."""
-        mma, channel = self.traits.mma_qk(num_keys=HALF_KEYS), self.channels.k
-        k_tile = wgmma.operand_b(mma, self.tiles.k)
+    def _multiply_keys(self, acc_S: cute.Tensor, tile: Int32, fill: Int32) -> None:
+        """S = Q K^T of half of a block's keys, complete."""
+        mma, parts = self.traits.mma_qk(num_keys=HALF_KEYS), []
         for i in range(self.traits.k_fills):
             columns = wgmma.ROWS_PER_WARPGROUP, FILL_COLUMNS
-            q = cute.local_tile(self.tiles.q, columns, (0, i, None))
-            q_tile = wgmma.operand_a(mma, q)[None, None, None, self._query_stage(tile)]
-            channel.wait(first + i)
-            stage = channel.index(first + i)
-            wgmma.issue(mma, acc_S, q_tile, k_tile[None, None, None, stage], i > 0)
-            if i > 0:
-                warpgroup.wait_group(1)
-                channel.release(first + i - 1)
-        warpgroup.wait_group(0)
-        channel.release(first + self.traits.k_fills - 1)
+            q = wgmma.operand_a(mma, cute.local_tile(self.tiles.q, columns, (0, i, None)))
+            parts.append((acc_S, q[None, None, None, self._query_stage(tile)], i > 0))
+        self._issue(mma, self.tiles.k, parts, fill)
 
-    def _issue_values(self, probs: cute.Tensor, fill: Int32, paced: bool = False) -> None:
-        """Start O += P V of half of a block's keys. paced: release what is complete."""
-        mma, channel = self.traits.mma_pv(FILL_COLUMNS), self.channels.k
+    def _multiply_values(self, probs: cute.Tensor, fill: Int32, waits: bool = True) -> Int32:
+        """O += P V of half of a block's keys. Returns the number of the fill after V's."""
+        mma, parts = self.traits.mma_pv(FILL_COLUMNS), []
         operand = wgmma.words_as_operand_a(probs, self.traits.dtype)
-        v_tile = wgmma.operand_b(mma, self.tiles.v)
         for i in range(self.traits.v_fills):
             acc = wgmma.columns(self.acc_O, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
+            parts.append((acc, operand, True))
+        self._issue(mma, self.tiles.v, parts, fill, waits)
+        return fill + self.traits.v_fills
+
+    def _issue(
+        self, mma: cute.TiledMma, smem: cute.Tensor, parts: list[tuple], fill: Int32,
+        waits: bool = True,
+    ) -> None:  # fmt: skip
+        """Start acc (+)= a b for each (acc, a, accumulate) of `parts`, with b a fill each. waits:
+        until all is complete; fills are released."""
+        channel, b = self.channels.k, wgmma.operand_b(mma, smem)
+        for i, (acc, a, accumulate) in enumerate(parts):
             channel.wait(fill + i)
             stage = channel.index(fill + i)
-            wgmma.issue(mma, acc, operand, v_tile[None, None, None, stage], True)
-            if paced and i > 0:
+            wgmma.issue(mma, acc, a, b[None, None, None, stage], accumulate)
+            if waits and i > 0:
                 warpgroup.wait_group(1)
                 channel.release(fill + i - 1)
+        if waits:
+            warpgroup.wait_group(0)
+            channel.release(fill + len(parts) - 1)
 
-    def _multiply_values(self, probs: cute.Tensor, fill: Int32) -> Int32:
-        """O += P V, complete. Returns the number of the fill after those of V."""
-        self._issue_values(probs, fill, paced=True)
-        warpgroup.wait_group(0)
-        fill += self.traits.v_fills
-        self.channels.k.release(fill - 1)
-        return fill
-
-    def add_sums(self, message: Int32) -> None:
-        """Add the peer's sums, whose maxima are equal, and take its largest scores."""
-        softmax = self.softmax
-        per_row = [softmax.row_sum]
-        if softmax.row_largest is not None:
-            per_row.append(softmax.row_largest)
-        own = [x[r] for x in per_row for r in range(_ROWS)]
-        found = self.peer.exchange(message, own)
-        for r in range(_ROWS):
-            softmax.row_sum[r] = own[r] + found[r]
-            if softmax.row_largest is not None:
-                softmax.row_largest[r] = cute.arch.fmax(*(x[_ROWS + r] for x in (own, found)))
+    def join_rows(self, message: Int32) -> None:
+        """Sums and largest scores of rows, with those of the peer, whose maxima are equal."""
+        softmax, is_first = self.softmax, thread_in_warpgroup() % 4 == 0
+        for values, op in ((softmax.row_sum, add), (softmax.row_largest, cute.arch.fmax)):
+            if values is not None:
+                for r in range(wgmma.ROWS_PER_THREAD):
+                    values[r] = softmax_math.quad_reduce(values[r], op)
+                for r, other in enumerate(self.peer.exchange(message, values)):
+                    values[r] = op(values[r], other)
+                message += 1
+        for r in range(wgmma.ROWS_PER_THREAD):
+            # threads of a quad are summed once more
+            softmax.row_sum[r] = cutlass.select_(is_first, softmax.row_sum[r], Float32(0.0))
 
 
 class WideForwardSm90(FlashAttentionForwardSm90):
@@ -466,14 +462,12 @@ class WideForwardSm90(FlashAttentionForwardSm90):
         while ring.wait(tile):
             channels.q.wait(tile)
             blocks.acc_O.fill(0.0)
-            # after the messages of each walk's blocks there is one more
             following, cut, fill = blocks.begin(tile, block, cut, fill)
             while following != Kind.END:
                 block += 1
                 following, cut, fill = blocks.visit(tile, block, cut, fill)
-            fill = blocks.end(block + tile, fill)
+            fill = blocks.end(tile, block, fill)
             block += 1
-            blocks.add_sums(block + tile)
             work = ring.read(tile)
             if const_expr(epilogue.lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
                 if not work.has_scores:
