@@ -53,8 +53,8 @@ from flash_mask_cute.sm90.flash_fwd_mainloop import BlockFacts, Channels, FwdSme
 from flash_mask_cute.sm90.flash_fwd_traits import HALF_KEYS, SCALAR_REGISTERS, FwdTraits
 from flash_mask_cute.sm90.warpgroups import SMEM_BOOKKEEPING, mma_warpgroup_idx, take_bits
 
-# columns of a fill of HALF_KEYS keys, and its bytes; the most fills in flight
-FILL_COLUMNS = 64
+# query rows; columns of a fill of HALF_KEYS keys, and its bytes; the most fills in flight
+TILE_M, FILL_COLUMNS = 128, 64
 _FILL_BYTES = HALF_KEYS * FILL_COLUMNS * 2
 _MOST_FILLS = 16
 # of a thread and of a warpgroup: P of half of a block; that and numbers of rows
@@ -73,7 +73,7 @@ class WideFwdTraits(FwdTraits):
     _registers_beside = 0
     bytes_k = bytes_v = _FILL_BYTES
     box_k, box_v = (HALF_KEYS, FILL_COLUMNS), ((1, HALF_KEYS), FILL_COLUMNS)
-    peer_words = _MESSAGE
+    peer_channels, peer_words, bytes_bits = 2, _MESSAGE, TILE_M * _BIT_WORDS * 4
 
     @property
     def tile_d(self) -> int:
@@ -84,13 +84,7 @@ class WideFwdTraits(FwdTraits):
         """Of this CTA: whole fills, and the second one may have fewer."""
         return -(-self.head_dim_v // (2 * FILL_COLUMNS)) * FILL_COLUMNS
 
-    @property
-    def second_column(self) -> int:
-        return self.tile_dv
-
-    @property
-    def peer_channels(self) -> int:
-        return self.num_mma_warpgroups
+    second_column = tile_dv
 
     @property
     def k_fills(self) -> int:
@@ -111,10 +105,6 @@ class WideFwdTraits(FwdTraits):
         return HALF_KEYS // 2 + 2 * (HALF_KEYS // 4) + self.tile_dv // 2 + SCALAR_REGISTERS
 
     @property
-    def bytes_bits(self) -> int:
-        return self.tile_m * _BIT_WORDS * 4
-
-    @property
     def _bytes_without_fills(self) -> int:
         of_peer = 4 * self.peer_channels * self.peer_words
         return self.bytes_q + of_peer + self.bytes_bits + SMEM_BOOKKEEPING
@@ -128,7 +118,7 @@ class WideFwdTraits(FwdTraits):
         return self._bytes_without_fills + self.stages_k * _FILL_BYTES
 
     def infeasible(self) -> str | None:
-        fixed = {"tile_m": 128, "tile_n": 2 * HALF_KEYS, "stages_q": 1, "stages_kv": 1}
+        fixed = {"tile_m": TILE_M, "tile_n": 2 * HALF_KEYS, "stages_q": 1, "stages_kv": 1}
         fixed |= {"share_qo": True, "page_box": None, "in_fp8": False, "few_rows": False}
         for name, value in (fixed | {"mask_warpgroup": False, "num_ctas": 2}).items():
             if (given := getattr(self, name)) != value:
@@ -256,10 +246,9 @@ class FillLoads(OperandLoads):
         return number
 
     def _begin_fill(self, number: Int32) -> cute.Pointer:
-        channel = self.k.channel
-        channel.acquire(number)
-        channel.expect(number, _FILL_BYTES)
-        return channel.barrier(number)
+        self.k.channel.acquire(number)
+        self.k.channel.expect(number, _FILL_BYTES)
+        return self.k.channel.barrier(number)
 
 
 class HalfBits(ForwardMask):
@@ -286,7 +275,7 @@ class PairedBlocks(KeyBlocks):
     def _bits(self, cut: Int32, is_ready: Boolean) -> tuple:
         halves = cute.make_tensor(
             cute.recast_ptr(self.tiles.bits.iterator, dtype=Uint16),
-            cute.make_layout((2 * _BIT_WORDS, self.traits.tile_m)),
+            cute.make_layout((2 * _BIT_WORDS, TILE_M)),
         )
         first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         return tuple(Int32(x) for x in take_bits(halves, self.channels.bits, first, cut, is_ready))
@@ -444,7 +433,7 @@ class WideForwardSm90(FlashAttentionForwardSm90):
         of_output = wgmma.ROWS_PER_WARPGROUP, traits.tile_dv
         return tiles._replace(
             o=cute.local_tile(tiles.q, of_output, (0, 0, None)),
-            bits=storage.bits.get_tensor(cute.make_layout((_BIT_WORDS, traits.tile_m))),
+            bits=storage.bits.get_tensor(cute.make_layout((_BIT_WORDS, TILE_M))),
             peer=PeerRows.of_warpgroup(storage, traits.peer_channels),
         )
 
