@@ -17,6 +17,7 @@ one that is furthest behind waits for nobody: what its peer sends, the peer sent
 walks, masks and the epilogue are those of `flash_fwd`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import add
 from typing import Any
@@ -195,8 +196,13 @@ class PeerRows(PeerWords):
 class FillLoads(OperandLoads):
     """The fills of a block. shape: `WideFwdTraits`."""
 
+    queries_late = True
+
     @cute.jit
-    def _load_block(self, place: HeadKeys, state: LoadState, block: Block) -> LoadState:
+    def _load_block(
+        self, place: HeadKeys, load_query: cutlass.Constexpr[Callable[[], None]], state: LoadState,
+        block: Block,
+    ) -> LoadState:  # fmt: skip
         shape, rank, operands = self.shape, self.half.rank, self.operands
         if const_expr(self.lengths.cu_seqlens_k is None):
             gK = operands.k[None, None, place.head, place.batch_idx]
@@ -215,6 +221,8 @@ class FillLoads(OperandLoads):
             number += 1
         if state.v_block >= 0:
             number = self._load_half(number, place, 2 * state.v_block + (rank ^ 1))
+        else:
+            load_query()
         self._load_half(number, place, 2 * block.index + rank)
         return state._replace(blocks=state.blocks + 1, v_block=block.index, v_place=place)
 
