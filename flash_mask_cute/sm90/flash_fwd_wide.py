@@ -432,6 +432,11 @@ class WideForwardSm90(FlashAttentionForwardSm90):
 
     traits_type, loads_type = WideFwdTraits, FillLoads
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split is not None or self.gathers:
+            raise NotImplementedError("config tile_n=128: CTAs exchange P, and have no splits")
+
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         return HalfBits(**vars(super()._rules(masks, lengths)))
 
