@@ -33,8 +33,9 @@ class Machine(Scheduler):
     resident: how many clusters run together; when all of them wait, at most `spare` more are
     admitted.
     With a seed the CTAs of a cluster also start late and apart.
-    slow: indices of warps that run, a few instructions at a time, only when nothing else can. Who
-    depends on their being fast without waiting for them loses.
+    slow: indices of warps that run, a few instructions at a time, only when nothing else can, or
+    pairs of a CTA's rank in its cluster and an index. Who depends on their being fast without
+    waiting for them loses.
     """
 
     def __init__(

@@ -30,14 +30,14 @@ class Scheduler:
                 for W in warps:
                     if W.done:
                         continue
-                    if W.cta.starts_in or (hold and W.index in self.slow):
+                    if W.cta.starts_in or (hold and self.is_slow(W)):
                         alive = True
                         continue
                     e = self.epoch
                     r = self.step(
                         W,
                         50
-                        if W.index in self.slow
+                        if self.is_slow(W)
                         else rng.choice((20, 200, 2000, self.budget))
                         if self.delay
                         else self.budget,
@@ -108,6 +108,10 @@ class Scheduler:
                     "livelock: warps only spin" if spinning else "deadlock: no warp can proceed"
                 )
             )
+
+    def is_slow(self, W):
+        slow = self.slow
+        return bool(slow) and (W.index in slow or (W.cta.rank, W.index) in slow)
 
     def step(self, W, budget):
         c = W.c

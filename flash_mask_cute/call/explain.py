@@ -147,7 +147,7 @@ def explain_fwd(
         notes.append(f"there is no backward: {why_not}")
     return Explanation(
         where=device,
-        kernel=arch_spec(run.target).forward.class_name,
+        kernel=arch_spec(run.target).forward.of(run.problem.head_dim_v, tiles.tile_n).class_name,
         arch=run.target.arch,
         tiles=tiles,
         reason=run.choice.reason,

@@ -89,7 +89,7 @@ def build_fwd(
     """Compile now. `meta`: smem_bytes, and what `compile_object` reports."""
     from flash_mask_cute.rules.intervals import Intervals
 
-    of_arch = arch_spec(target).of(problem).forward
+    of_arch = arch_spec(target).of(problem).forward.of(problem.head_dim_v, tiles.tile_n)
     kernel = of_arch.load_class()(
         fake_tensors.cutlass_dtype(problem.dtype),
         problem.head_dim,

@@ -136,6 +136,9 @@ class OperandLoads:
     half: ValueHalf | None = None
     gathers: cutlass.Constexpr[Any] = None
 
+    # whether the first block of a walk loads the query, after its keys
+    queries_late = False
+
     @property
     def _first_value_column(self) -> int | Int32:
         return self.part * self.shape.box_v[1] if self.half is None else self.half.first_column
@@ -165,7 +168,7 @@ class OperandLoads:
             state = state._replace(cuts=Int32(0))
         while ring.wait(tile):
             work = ring.read(tile)
-            if const_expr(self.cut is None):
+            if const_expr(self.cut is None and not self.queries_late):
                 self._load_query(tile, work)
             place = HeadKeys(
                 work.head_idx // self.heads_per_kv,
@@ -175,6 +178,8 @@ class OperandLoads:
                 None if self.gathers is None else self.gathers.list_of(work),
             )
             load = partial(self._load_block, place)
+            if const_expr(self.queries_late):
+                load = partial(self._load_block, place, partial(self._load_query, tile, work))
             if const_expr(self.pages is not None):
                 load = partial(self._load_paged_block, place, work)
             first = state.blocks

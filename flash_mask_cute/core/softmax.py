@@ -344,18 +344,35 @@ class OnlineSoftmax:
             old_max = self.row_max[r]
             new_max = self.arithmetic.across(cute.arch.fmax(tile_max[r], old_max), cute.arch.fmax)
             self._adopt(r, cutlass.select_(is_renewed, new_max, old_max))
+            factor = self._factor_from(old_max, r)
             if const_expr(self.takes_any_size):
-                factor = self._factor_between(old_max, self.row_max[r])
                 old_max = self.score(old_max)
-            else:
-                factor = cute.math.exp2(
-                    cute.math.fma(old_max, self.scale_log2, self.row_bias[r]), fastmath=True
-                )
             was_non_empty = old_max != -Float32.inf
             factor = cutlass.select_(is_renewed & was_non_empty, factor, Float32(1.0))
             self.row_sum[r] = self.row_sum[r] * factor
             factors.append(factor)
         return tuple(factors)
+
+    def _factor_from(self, other_max: Float32, r: int) -> Float32:
+        """The factor of sums with another maximum of row r, not above the one in use."""
+        if self.takes_any_size:
+            return self._factor_between(other_max, self.row_max[r])
+        exponent = cute.math.fma(other_max, self.scale_log2, self.row_bias[r])
+        return cute.math.exp2(exponent, fastmath=True)
+
+    def differs_from(self, maxima: tuple) -> tuple:
+        """Per row, whether another maximum is not the one in use."""
+        return tuple(other != self.row_max[r] for r, other in enumerate(maxima))
+
+    def join(self, maxima: tuple) -> tuple:
+        """Take other maxima where they are larger. Returns factors at most 1 per row: for sums with
+        the maximum that was in use, and for sums with the other one."""
+        own = self.renew(maxima, tuple(x > self.row_max[r] for r, x in enumerate(maxima)))
+        others = []
+        for r, other in enumerate(maxima):
+            factor = self._factor_from(other, r)
+            others.append(cutlass.select_(other == self.row_max[r], Float32(1.0), factor))
+        return own, tuple(others)
 
     @cute.jit
     def accumulate(self, scores: cute.Tensor) -> None:

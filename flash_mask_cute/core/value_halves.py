@@ -28,11 +28,11 @@ class ValueHalf(NamedTuple):
 
 def of_cta(traits: Any, storage: Any) -> tuple[ValueHalf | None, clusters.Claims | None]:
     """The half of this CTA, and how one CTA claims work tiles for both; None if it has all columns.
-    traits: of the kernel; tile_dv: the columns of a half."""
+    traits: of the kernel."""
     if traits.num_ctas == 1:
         return None, None
     rank = clusters.rank()
-    half = ValueHalf(rank * (traits.head_dim_v - traits.tile_dv), rank)
+    half = ValueHalf(rank * traits.second_column, rank)
     barriers, word = storage.claims_barriers.data_ptr(), storage.claim.data_ptr()
     return half, clusters.Claims.create(barriers, word)
 

@@ -187,6 +187,7 @@ class FlashAttentionForwardSm90:
     gathers: int = 0
 
     traits_type, destination_of = FwdTraits, staticmethod(destination_of)
+    loads_type = OperandLoads
     # warps that load queries
     query_loaders = 1
 
@@ -437,7 +438,7 @@ class FlashAttentionForwardSm90:
             if const_expr(traits.moves_registers):
                 cute.arch.setmaxregister_decrease(traits.helper_registers)
             scales = descales.of_rows() if const_expr(pages is not None) else Descales(None, None)
-            loader = OperandLoads(
+            loader = self.loads_type(
                 operands, Buffer(tiles.q, channels.q), loaded.k, loaded.v, lengths,
                 schedule.heads_per_kv, traits, loaded.words, pages=pages,
                 share=CopyShare(0, self.loading_warps), scales_k=scales.k, scales_v=scales.v,
@@ -483,7 +484,9 @@ class FlashAttentionForwardSm90:
         return FwdSmem(
             q=swizzled(storage.q, traits.layout_q()),
             k=swizzled(storage.k, traits.layout_k()),
-            v=swizzled(storage.v, traits.layout_v()),
+            v=swizzled(
+                storage.v if const_expr(traits.has_values) else storage.k, traits.layout_v()
+            ),
             o=swizzled(storage.q if const_expr(traits.share_qo) else storage.o, traits.layout_o()),
             block_flags=storage.block_flags.get_tensor(cute.make_layout(traits.stages_k)),
             bits=storage.bits.get_tensor(

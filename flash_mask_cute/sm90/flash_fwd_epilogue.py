@@ -282,6 +282,7 @@ class Epilogue:
     def _store_rows(self, output: cute.Tensor, work: Work, target: Partials | OutputRows):
         traits, thread = self.traits, thread_in_warpgroup()
         is_packed = self.lengths.cu_seqlens_q is not None
+        fits = traits.second_column + traits.tile_dv <= traits.head_dim_v
         for r, row in enumerate(tile_rows(traits, work, thread)):
             if self._is_row(work, row):
                 head_idx = head_of_row(work, row, traits.packed_heads, traits.group_size)
@@ -294,7 +295,10 @@ class Epilogue:
                         column = wgmma.first_col_of(thread) + wgmma.col_offset(c)
                         if const_expr(self.half is not None):
                             column += self.half.first_column
-                        _store_pair(columns, column, output[r, c], output[r, c + 1])
+                        if const_expr(fits):  # noqa: SIM114 (while tracing)
+                            _store_pair(columns, column, output[r, c], output[r, c + 1])
+                        elif column < traits.head_dim_v:
+                            _store_pair(columns, column, output[r, c], output[r, c + 1])
 
 
 def _unless_unused(result: RowResult, used: Boolean) -> RowResult:

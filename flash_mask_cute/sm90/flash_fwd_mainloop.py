@@ -40,6 +40,7 @@ from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.bit_tile import HALF_WORD, LOW_HALF
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.cached_bias import CachedBiasRows
+from flash_mask_cute.sm90.cta_pairs import PeerWords
 from flash_mask_cute.sm90.flash_fwd_traits import HALF_KEYS, Barrier, FwdTraits
 from flash_mask_cute.sm90.quad_tables import QUAD, QuadTableColumns
 from flash_mask_cute.sm90.warpgroups import keep_columns, mma_warpgroup_idx, take_bits
@@ -57,7 +58,8 @@ class Channels(NamedTuple):
 
 
 class FwdSmem(NamedTuple):
-    """any_bits: for each 32 rows of the bit tile, whether any bit is set."""
+    """any_bits: for each 32 rows of the bit tile, whether any bit is set. peer: where two CTAs
+    exchange P."""
 
     q: cute.Tensor  # (64, tile_d, warpgroups * stages_q)
     k: cute.Tensor  # (tile_n, tile_d, stages_k)
@@ -67,6 +69,7 @@ class FwdSmem(NamedTuple):
     bits: cute.Tensor  # (4 words, tile_m)
     any_bits: cute.Tensor  # (tile_m / 32,)
     cached_bias: CachedBiasRows | None = None
+    peer: PeerWords | None = None
 
 
 class MainloopState(NamedTuple):

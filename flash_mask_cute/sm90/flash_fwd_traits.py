@@ -147,6 +147,11 @@ class FwdTraits(PackedHeads):
         return tile_columns(-(-self.head_dim_v // self.num_ctas))
 
     @property
+    def second_column(self) -> int:
+        """The first column of V of the second CTA. A tile past the last column would be clipped."""
+        return self.head_dim_v - self.tile_dv
+
+    @property
     def num_ctas(self) -> int:
         return ctas_of_tile(self.head_dim_v)
 
@@ -332,6 +337,9 @@ class FwdTraits(PackedHeads):
 
     # Rows that warps copy arrive by themselves, and who multiplies them puts a fence before.
     copies_arrive = True
+
+    # whether values have memory of their own, and channels, with words, to another CTA
+    has_values, peer_channels, peer_words = True, 0, 0
 
     # fills of the query channel for a work tile, and boxes of rows that TMA brings for a fill
     q_fills = 1
@@ -569,7 +577,7 @@ class FwdTraits(PackedHeads):
         class Storage:
             q: elements(self.dtype, self.layout_q())
             k: elements(self.dtype, self.layout_k())
-            v: elements(self.dtype, self.layout_v())
+            v: elements(self.dtype, self.layout_v(), self.has_values)
             # an output that shares the query's memory has none of its own
             o: elements(self.dtype, self.layout_o(), not self.share_qo)
             q_barriers: barriers(self.stages_q)
@@ -583,7 +591,9 @@ class FwdTraits(PackedHeads):
             ring: words(WORDS * RING_STAGES)
             walk: words(WORDS * WALK_STAGES)
             block_flags: cute.struct.MemRange[Int32, self.stages_k]
-            bits: words(COLUMNS.num_words * self.tile_m)
+            bits: words(self.bytes_bits // 4)
             any_bits: cute.struct.MemRange[Int32, self.tile_m // WORD]
+            peer_barriers: barriers(self.peer_channels)
+            peer_words: words(self.peer_channels * self.peer_words)
 
         return Storage

@@ -40,7 +40,9 @@ ROLES = {
 
 
 # Kernels of classes that inherit them, which the compiler names by the module of the class.
-OF_BASE = {"sm90.flash_tangent.kernel": "sm90.flash_fwd.kernel"}
+OF_BASE = dict.fromkeys(
+    ("sm90.flash_tangent.kernel", "sm90.flash_fwd_wide.kernel"), "sm90.flash_fwd.kernel"
+)
 
 
 class Slowed(NamedTuple):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from cases import Case
 from inputs import make_inputs
-from simulated_forward import run_sim
+from quiet_runs import quiet_run
+from simulated_forward import DELAY_SEEDS, launch_on_simulator, run_sim
 from slow_roles import ISLANDS, SEED, add_islands, with_each_role_slow
+from tolerances import assert_close_to_oracle
 from wide_cases import WIDE_CASES
 from wide_heads_on_devices import (  # noqa: F401
     test_against_oracle,
@@ -37,3 +41,30 @@ def test_each_role_slow(
     inputs = make_inputs(Case("slow", **ISLANDS, **lengths, head_dim=head_dim))
     run = partial(run_sim, simulator, inputs, (SEED,), sms=SMS)
     with_each_role_slow(simulator, monkeypatch, ["sm90.flash_fwd.kernel"], run)
+    # what CTAs exchange: each warpgroup of either, and all of either
+    warpgroups = range(4, 8), range(8, 12), range(12)
+    for warps in ({(rank, x) for x in some} for rank in range(2) for some in warpgroups):
+        monkeypatch.setitem(simulator.OPTIONS, "slow", frozenset(warps))
+        run()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # half a block without keys, a jump of scores, a row that sees the peer's half alone
+        {"lengths_q": (70, 130, 3), "lengths_k": (65, 127, 200)},
+        {"batch": 1, "seqlen_q": 130, "seqlen_k": 300, "softmax_scale": 3.0},
+        {"batch": 1, "seqlen_q": 130, "seqlen_k": 300, "window_left": 20, "window_right": 20},
+    ],
+    ids=str,
+)
+def test_equal_bits(simulator: ModuleType, fields: dict[str, Any]) -> None:
+    """However long anything takes."""
+    inputs = make_inputs(Case("bits", heads_q=2, heads_kv=1, head_dim=320, **fields))
+    found = []
+    for seed in DELAY_SEEDS:
+        with quiet_run(simulator, seed):
+            found.append(launch_on_simulator(inputs, sms=SMS))
+        assert_close_to_oracle(*found[-1], inputs)
+    for others in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], others, strict=True))

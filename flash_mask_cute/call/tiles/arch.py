@@ -24,6 +24,9 @@ from flash_mask_cute.limits import MAX_HEAD_DIM, MAX_WIDE_HEAD_DIM
 from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.target import Target
 
+# keys of a tile of two CTAs that exchange probabilities
+WIDE_TILE_N = 128
+
 DqOrder: TypeAlias = Literal["accumulators", "lanes"]
 
 
@@ -61,7 +64,8 @@ class ForwardKernel(AttentionKernel):
     has_polynomial: a polynomial may compute a share of exponentials. orders_sums: sums may be of
     fixed splits (`core/fixed_splits.py`). decodes_whole: tiles of decoding are also for one pass
     over keys in rows. caches_bias: rows of tables may stay in shared memory. decode_costs: None if
-    not measured. gathers_keys: keys of small selected blocks may lie side by side."""
+    not measured. gathers_keys: keys of small selected blocks may lie side by side. load_wide: loads
+    the class for wide values with tiles of WIDE_TILE_N keys."""
 
     rows: tuple[FwdRow, ...]
     packed_rows: int
@@ -74,6 +78,15 @@ class ForwardKernel(AttentionKernel):
     most_head_dim: int = MAX_HEAD_DIM
     decode_costs: DecodeCosts | None = None
     gathers_keys: bool = False
+    load_wide: Callable[[], Any] | None = None
+
+    def of(self, head_dim_v: int, tile_n: int) -> ForwardKernel:
+        """The same, with the class for values of this width and its traits."""
+        load = self.load_wide
+        if load is None or head_dim_v <= MAX_HEAD_DIM or tile_n < WIDE_TILE_N:
+            return self
+        of_class = {"load_class": load, "load_traits": lambda: load().traits_type}
+        return replace(self, class_name="WideForwardSm90", **of_class)
 
 
 class EntryKernels(NamedTuple):
@@ -206,6 +219,7 @@ SM90 = ArchSpec(
         most_head_dim=MAX_WIDE_HEAD_DIM,
         decode_costs=HOPPER_COSTS,
         gathers_keys=True,
+        load_wide=_device_code("sm90.flash_fwd_wide:WideForwardSm90"),
     ),
     SM90_BACKWARD,
     _device_code("sm90.wgmma:COLUMNS"),

@@ -275,6 +275,7 @@ def check_feasible(
         return 0, f"polynomial must be {steps}, got {tiles.polynomial}"
     # kernels without fp8 and cached rows have no such traits
     of_heads = {name: value for name, value in heads._asdict().items() if value}
+    kernel = kernel.of(heads.head_dim_v, tiles.tile_n)
     traits = kernel.traits(tiles, packed_heads=1, stages_kv=tiles.num_stages, **of_heads)
     return traits.smem_bytes, traits.infeasible()
 

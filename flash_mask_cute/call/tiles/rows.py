@@ -81,7 +81,7 @@ class FwdRow(NamedTuple):
     native_block_lists: the kernel reads block lists as they are, and a block is partial only by its
     own mask. Mask bits exist for tiles of any size. needs_sfu: functions of scores under causal
     masking alone keep the special function units busy. lists_per_warpgroup: each warpgroup reads
-    lists of its own. polynomial: see `FwdConfig`.
+    lists of its own. polynomial: see `FwdConfig`. needs_rows: not for splits, pages and selections.
     """
 
     max_dim: int
@@ -109,6 +109,7 @@ class FwdRow(NamedTuple):
     lists_per_warpgroup: bool = False
     max_seqlen_k: int | None = None
     caches_bias: bool = False
+    needs_rows: bool = False
 
     @property
     def is_general(self) -> bool:
@@ -167,6 +168,11 @@ class FwdRow(NamedTuple):
                     and call.lists_per_warpgroup[0] % 128 == 64
                     and call.lists_per_warpgroup[1] % x.tile_n == 0
                 ),
+            )
+        if x.needs_rows:
+            yield Condition(
+                "one pass over keys in rows",
+                lambda call: call.decode_rows is None and call.selected_block == 0,
             )
         if x.caches_bias:
             yield Condition("a bias that batch entries share", lambda call: call.caches_bias)

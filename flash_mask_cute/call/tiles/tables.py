@@ -200,6 +200,11 @@ SM90_FWD = (
                 for_decode=True,
             ),
             FwdRow(
+                *(d, d, 128, 128, 1, 1, True),
+                "two CTAs score half of the keys each, and exchange probabilities",
+                needs_rows=True,
+            ),
+            FwdRow(
                 *(d, d, 128, 64, stages, 1, True),
                 "two CTAs share values, and each computes all scores; as many keys as fit",
             ),
