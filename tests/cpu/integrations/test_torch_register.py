@@ -72,7 +72,7 @@ def test_names() -> None:
 def test_a_torch_without_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(attention, "register_flash_attention_impl", raising=False)
     version = torch.__version__.replace("+", r"\+")
-    text = rf"torch {version} is not supported .*no register_flash_attention_impl.*2\.11 to 2\.14"
+    text = rf"torch {version} is not supported .*no register_flash_attention_impl.*2\.11 to 2\.15"
     with pytest.raises(RuntimeError, match=text):
         register()
 
