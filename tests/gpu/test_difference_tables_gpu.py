@@ -62,6 +62,7 @@ def test_forward(
         assert torch.equal(x, y)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.usefixtures("poisoned_allocations")
 @cases
 @pytest.mark.parametrize("deterministic", [False, True])
