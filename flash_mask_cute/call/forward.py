@@ -335,8 +335,9 @@ def tile_counter(q: Tensor, index: int) -> Tensor:
     if counter is None:
         counter = _new_counter(index)
         if counter is None:
-            _new_counters[index] = _to_keep(_zeros, q.device), itertools.count(1)
-            counter = _new_counters[index][0][0]
+            # the first of these, whichever thread's are kept
+            counters = _to_keep(_zeros, q.device)
+            _new_counters[index], counter = (counters, itertools.count(1)), counters[0]
         _counters[key] = counter
     return counter
 
