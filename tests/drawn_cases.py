@@ -192,7 +192,8 @@ def main() -> int:
     missing = [name for name in calls if name not in rows]
     failed = [name for name, row in rows.items() if not row.was_right]
     print(f"{len(missing)} draws have no row: {' '.join(missing)}" if missing else "all have rows")
-    print(f"{len(failed)} draws FAILED: {' '.join(failed)}" if failed else "none failed")
+    again = (f"FAILED: FLASH_MASK_SIM_ARCH=sm_100a python -m pytest '{TESTS}[{x}]'" for x in failed)
+    print("\n".join(again) if failed else "none failed")
     return int(bool(missing or failed))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,17 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(interface, "_prepared_fwd", {})
     monkeypatch.setattr(interface, "prepare_fwd", recorder.prepare)
+    return recorder
+
+
+@pytest.fixture
+def bwd_recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Takes the place of every kernel that the public backward would launch."""
+    from test_bwd_interface import Recorder
+
+    recorder = Recorder()
+    monkeypatch.setattr(interface, "_prepared_bwd", {})
+    monkeypatch.setattr(interface, "prepare_bwd", recorder.prepare)
     return recorder
 
 

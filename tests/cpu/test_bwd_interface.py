@@ -266,11 +266,8 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder()
-    monkeypatch.setattr(interface, "_prepared_bwd", {})
-    monkeypatch.setattr(interface, "prepare_bwd", recorder.prepare)
-    return recorder
+def recorder(bwd_recorder: Recorder) -> Recorder:
+    return bwd_recorder
 
 
 def call(**change: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import simulated_backward
 import torch
 from conftest import ACTIVE_ARCH
 from drawn_builders import ancestors
+from oracle import attend_rows
 from planned import forward_call
 from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
@@ -40,11 +41,7 @@ sees_nothing.__flash_mask_prefix__ = in_front  # type: ignore[attr-defined]
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """In float64. visible: (batch, 1, queries, keys)."""
-    k, v = (x.double().repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) / q.shape[-1] ** 0.5
-    scores = scores.masked_fill(~visible, -torch.inf)
-    probs = scores.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("bhqk,bkhd->bqhd", probs, v), scores.logsumexp(-1)
+    return attend_rows(q, k, v, visible)[:2]
 
 
 def tensors(queries: int, heads_q: int = 8) -> list[Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ACTIVE_ARCH
 from drawn_selections import dense_selection, draw, regroup
+from oracle import attend_rows
 from planned import backward_call, planned
 from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
@@ -102,15 +103,12 @@ def test_the_gradient_of_a_sink(simulator: ModuleType) -> None:
     drawn = Composed.draw((2, 200, 260), (16, 2, 1), 128, 2).seen(j <= i, causal=True)
     sink = torch.randn(16, generator=torch.Generator().manual_seed(3))
     leaves = [x.double().requires_grad_() for x in (*drawn[:3], sink)]
-    q, k, v = (x.transpose(1, 2) for x in leaves[:3])
-    k, v = (x.repeat_interleave(8, 1) for x in (k, v))
-    scores = (q @ k.mT * 64**-0.5).masked_fill(~drawn.visible, -torch.inf)
-    scores = torch.cat((scores, leaves[3].view(1, -1, 1, 1).expand(2, -1, 200, 1)), -1)
-    out = (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
+    exact = attend_rows(*leaves[:3], drawn.visible, sink=leaves[3].view(-1, 1, 1))
+    out = exact.out
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(BF16)
     wanted = torch.autograd.grad(out, leaves, dout.double())
     dsink = torch.empty_like(sink)
-    lse = scores.logsumexp(-1).detach().float()
+    lse = exact.lse.detach().float()
     call = backward_call(
         *drawn[:3], out.detach().to(BF16), dout, lse, **drawn.arguments, learnable_sink=sink,
         dsink=dsink,

@@ -32,14 +32,6 @@ def later(x: Tensor, elements: int) -> Tensor:
     return x.as_strided(x.shape, x.stride(), x.storage_offset() + elements)
 
 
-@pytest.fixture
-def bwd_recorder(monkeypatch: pytest.MonkeyPatch) -> BwdRecorder:
-    recorder = BwdRecorder()
-    monkeypatch.setattr(interface, "_prepared_bwd", {})
-    monkeypatch.setattr(interface, "prepare_bwd", recorder.prepare)
-    return recorder
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_operands_and_outputs_take_turns_in_a_buffer(dtype: torch.dtype) -> None:
     """With the bits of separate tensors."""

@@ -13,7 +13,7 @@ from cpu_calls import WRONG_VERDICTS, WRONG_WALKS, cpu_call_of, patch_results
 from eager import assert_gradients_close
 from inputs import Inputs, make_inputs, make_output_gradients
 from mask_cases import ScoreRecipe
-from oracle import reference_attention, reference_gradients
+from oracle import hidden_of, reference_attention, reference_gradients
 from random_cases import random_case, random_mask_case
 from torch import Tensor
 
@@ -171,30 +171,13 @@ def test_only_tiles_that_show_something_are_scored(
 
     monkeypatch.setattr(SequenceWalk, "visible", counted)
     run_backward(inputs, dout, pack_gqa=packed(case))
-    hidden = hidden_from_all_heads(inputs)
+    hidden = hidden_of(inputs).all(dim=0)
     tiles = [row.split(48, dim=1) for row in hidden.repeat_interleave(packed(case), 0).split(64)]
     shown = {(n, m) for m, row in enumerate(tiles) for n, tile in enumerate(row) if not tile.all()}
     assert visited == sorted(set(visited))
     assert shown <= set(visited)
     assert case.mask_mod is not None or shown == set(visited)
     assert len(visited) < len(tiles) * len(tiles[0])
-
-
-def hidden_from_all_heads(inputs: Inputs) -> Tensor:
-    """Bool (seqlen_q, seqlen_k), of a case with one sequence."""
-    case = inputs.case
-    ahead = torch.arange(case.seqlen_k) - torch.arange(case.seqlen_q)[:, None]
-    ahead -= case.seqlen_k - case.seqlen_q
-    visible = torch.ones_like(ahead, dtype=torch.bool)
-    if case.causal:
-        visible &= ahead <= 0
-    if case.window_left is not None and case.window_right is not None:
-        visible &= (-case.window_left <= ahead) & (ahead <= case.window_right)
-    if inputs.dense is not None:
-        lengths = case.seqlen_q, case.seqlen_k
-        of_heads = [inputs.dense.visible(0, head, *lengths) for head in range(case.heads_q)]
-        visible &= torch.stack(of_heads).any(dim=0)
-    return ~visible
 
 
 @pytest.mark.parametrize("wrong", WRONG_WALKS)

@@ -11,7 +11,7 @@ from cpu_calls import WRONG_VERDICTS, WRONG_WALKS, cpu_call_of, patch_results
 from eager import assert_close_to_oracle
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_inputs
-from oracle import reference_attention
+from oracle import hidden_of, reference_attention
 from random_cases import random_case, random_mask_case
 from torch import Tensor
 
@@ -117,15 +117,7 @@ def test_only_tiles_that_show_something_are_scored(
 
     monkeypatch.setattr(forward, "score_tile", counted)
     run_cpu_path(inputs, 64, 48, pack_gqa)
-    ahead = torch.arange(case.seqlen_k) - torch.arange(case.seqlen_q)[:, None]
-    ahead -= case.seqlen_k - case.seqlen_q
-    visible = torch.ones_like(ahead, dtype=torch.bool)
-    if case.causal:
-        visible &= ahead <= 0
-    if case.window_left is not None and case.window_right is not None:
-        visible &= (-case.window_left <= ahead) & (ahead <= case.window_right)
-    if inputs.dense is not None:
-        visible &= inputs.dense.visible(0, 0, case.seqlen_q, case.seqlen_k)
+    visible = ~hidden_of(inputs)[0]
     tiles = [row.split(48, dim=1) for row in visible.repeat_interleave(pack_gqa, 0).split(64)]
     shown = [(m, n) for m, row in enumerate(tiles) for n, tile in enumerate(row) if tile.any()]
     if case.mask_mod is None:

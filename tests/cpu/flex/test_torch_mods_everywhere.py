@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import attend_rows
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
@@ -48,10 +49,7 @@ def test_both_mods_and_a_gradient_of_what_one_captured() -> None:
     at = torch.arange(S)
     sees = (IDS[:, None, :, None] == IDS[:, None, None, :]) & (at[:, None] >= at)
     dense = table.detach().double().requires_grad_()
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5
-    scores = scores + dense[:, at[:, None] - at + S]
-    p = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-    expected = torch.einsum("bhqk,bkhd->bqhd", p, v)
+    expected = attend_rows(q, k, v, sees, bias=dense[:, at[:, None] - at + S]).out
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
     (wanted,) = torch.autograd.grad(expected.square().sum(), dense)
     torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=2e-5)
@@ -86,11 +84,9 @@ def test_a_cute_mod_beside_one_of_torch() -> None:
         q, k, v, score_mod=alibi, mask_mod=documents, aux_tensors=[slopes], causal=True
     )
     at = torch.arange(S)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * D**-0.5
-    scores = scores + slopes.double()[:, None, None] * (at - at[:, None])
+    biases = slopes.double()[:, None, None] * (at - at[:, None])
     sees = (IDS[:, None, :, None] == IDS[:, None, None, :]) & (at[:, None] >= at)
-    p = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-    expected = torch.einsum("bhqk,bkhd->bqhd", p, v.double())
+    expected = attend_rows(q, k, v, sees, bias=biases).out
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
 
 
@@ -184,15 +180,11 @@ def kind_of(call: AttentionCall) -> str:
 def expected(
     qkv: list[Tensor], mod: Any, sees: Tensor | None = None, scores_of: Any = None
 ) -> Tensor:
-    q, k, v = (x.double() for x in qkv)
+    q, k, v = qkv
     visible = create_mask(mod, B, H, q.shape[1], k.shape[1], "cpu")
     if sees is not None:
         visible = visible & sees
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5
-    if scores_of is not None:
-        scores = scores_of(scores)
-    p = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num()
-    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+    return attend_rows(q, k, v, visible, modify=scores_of).out
 
 
 @pytest.mark.parametrize("name", WITHOUT_TENSORS)

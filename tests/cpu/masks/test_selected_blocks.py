@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drawn_selections import Drawn, dense_attention, dense_selection, draw
+from oracle import attend_rows
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -59,10 +60,7 @@ def small(heads: int = 2, k: int = 2, dtype: torch.dtype = torch.int64) -> tuple
 
 def by_mask(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """visible: bool (batch, heads_q, queries, keys)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0).matmul(v).transpose(1, 2)
+    return attend_rows(q, k, v, visible).out
 
 
 def seen_by(selected: SelectedBlocks, heads_q: int, seqlen_k: int) -> Tensor:
@@ -92,10 +90,7 @@ def test_with_intervals_a_mask_mod_and_a_score_mod() -> None:
     heads = torch.arange(4)[:, None, None]
     seen = seen_by(selected, 4, 70) & (j <= i) & ~hidden & ((i + j) % 3 != heads)
     distance = 0.1 * (i - j).double()
-    x, y, z = (t.transpose(1, 2) for t in (q, k, v))
-    y, z = (t.repeat_interleave(2, 1) for t in (y, z))
-    scores = (x @ y.mT * 8**-0.5 + distance).masked_fill(~seen, -torch.inf)
-    wanted = scores.softmax(-1).nan_to_num(0.0).matmul(z).transpose(1, 2)
+    wanted = attend_rows(q, k, v, seen, bias=distance).out
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from drawn_selections import dense_selection, draw_selection
 from fp8_caches import Fp8Call, Fp8Case, make_call
+from oracle import attend_rows
 from torch import Tensor
 
 from flash_mask_cute import SelectedBlocks, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -40,15 +41,13 @@ def exact(call: Fp8Call, selected: SelectedBlocks, lengths: list[int]) -> Tensor
     table, outs = call.keywords.get("page_table"), []
     for b, n in enumerate(lengths):
         rows = [x[b] if table is None else x[table[b].long()].flatten(0, 1) for x in call.numbers]
-        q, k, v = (x.double().transpose(0, 1) for x in (call.q[b], rows[0][:n], rows[1][:n]))
-        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        q, k, v = call.q[b], rows[0][:n], rows[1][:n]
         indices = selected.indices[min(b, len(selected.indices) - 1)]
         seen = dense_selection(indices, selected.block_size, n)
-        seen = seen.repeat_interleave(len(q) // len(seen), 0)
+        seen = seen.repeat_interleave(q.shape[1] // len(seen), 0)
         if call.keywords["causal"]:
-            seen = seen & (torch.arange(n) <= torch.arange(q.shape[1])[:, None] + n - q.shape[1])
-        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-        outs.append((scores.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1))
+            seen = seen & (torch.arange(n) <= torch.arange(len(q))[:, None] + n - len(q))
+        outs.append(attend_rows(q, k, v, seen).out)
     return torch.stack(outs)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drawn_builders import DRAW, ancestors, brute_force, draw_lengths, draw_tree
+from oracle import attend_rows
 from torch import Tensor
 
 from flash_mask_cute import builders, flash_attn_func, flash_attn_with_kvcache
@@ -113,9 +114,7 @@ def expected_step(q: Tensor, k: Tensor, v: Tensor, first: int, parents: list[int
     seen = torch.ones(drafts, first + drafts, dtype=torch.bool)
     for i, nodes in enumerate(ancestors(parents)):
         seen[i, first:] = torch.tensor([j in nodes for j in range(drafts)])
-    k, v = (x[: first + drafts].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return attend_rows(q, k[: first + drafts], v[: first + drafts], seen).out
 
 
 @pytest.mark.parametrize("drafts", [5, 64])

@@ -12,7 +12,7 @@ import torch
 from cutlass import Float32, Uint32
 from planned import backward_call, forward_call, planned
 from random_programs import READ_EXTENTS, READ_NUMBERS, READ_SIZE, ReadDraw
-from test_read_classes import DRAWN, reads_of
+from test_read_classes import DRAWN, adds, reads_of
 from torch import Tensor
 
 from flash_mask_cute.call.problem import AttentionProblem
@@ -29,15 +29,6 @@ from flash_mask_cute.runtime.target import Target
 
 HOPPER = Target("sm_90a", num_sms=132)
 Index = Callable[..., Any]
-
-
-def adds(index: Index) -> Any:
-    """The mod that adds an element. index: of b, h, q, k and numbers."""
-
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return score + aux[0][index(b[0], h[0], q[0], k[0], aux[-1])]
-
-    return score_mod
 
 
 def found_in(score_mod: Any, *tensors: Tensor) -> tuple[DifferenceRead, ...]:

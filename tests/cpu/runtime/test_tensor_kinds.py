@@ -253,14 +253,6 @@ FORWARD = [x for x in of_forward() if x not in ("score_mod", "block_sparse_tenso
 BACKWARD = [x for x in of_backward() if x not in ("score_mod", "block_sparse_tensors_torch")]
 
 
-@pytest.fixture
-def bwd_recorder(monkeypatch: pytest.MonkeyPatch) -> BwdRecorder:
-    recorder = BwdRecorder()
-    monkeypatch.setattr(interface, "_prepared_bwd", {})
-    monkeypatch.setattr(interface, "prepare_bwd", recorder.prepare)
-    return recorder
-
-
 def said_of(name: str) -> str:
     return f"{name}[0]" if name in ("aux_tensors", "daux") else name
 

@@ -159,6 +159,13 @@ def reference_attention(
     return attend_each(reference_sequence, FP64, q, k, v, dense, **keywords)
 
 
+def hidden_of(inputs: Inputs) -> Tensor:
+    """Bool (heads_q, seqlen_q, seqlen_k), of a case with one sequence."""
+    x = OneSequence(inputs.q[0], inputs.k[0], inputs.v[0], 0, inputs.dense)
+    rule = rule_of(inputs.q, **inputs.plain_keywords)
+    return torch.stack([x.hidden(rule, head_idx) for head_idx in range(x.q.shape[1])])
+
+
 def attend_each(
     attend: Callable[[OneSequence, Rule], tuple[Tensor, Tensor]], out_dtype: torch.dtype,
     q: Tensor, k: Tensor, v: Tensor, dense: Dense | None, **keywords: Any,
@@ -333,6 +340,15 @@ def dense_attention(
     return attend(scores, v, sink)
 
 
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, **more: Any
+) -> Attention:
+    """`dense_attention` in the layout of calls, q (..., L, heads, E); lse (..., heads, L)."""
+    of_heads = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    found = dense_attention(*of_heads, visible, **more)
+    return found._replace(out=found.out.transpose(-3, -2))
+
+
 def band(
     seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, at_end: bool = True
 ) -> Tensor:
@@ -350,8 +366,7 @@ def packed_attention(
     """q, k, v (total, heads, d), sequences between ends; lse (heads, total_q)."""
     found = []
     for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-        one = q[a:b].transpose(0, 1), k[c:d].transpose(0, 1), v[c:d].transpose(0, 1)
-        found.append(dense_attention(*one, band(b - a, d - c, *window), scale=scale))
+        visible = band(b - a, d - c, *window)
+        found.append(attend_rows(q[a:b], k[c:d], v[c:d], visible, scale=scale))
     outs, lses, probabilities = zip(*found, strict=True)
-    out = torch.cat([x.transpose(0, 1) for x in outs])
-    return Attention(out, torch.cat(lses, 1), probabilities[-1])
+    return Attention(torch.cat(outs), torch.cat(lses, 1), probabilities[-1])
