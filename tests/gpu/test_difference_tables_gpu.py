@@ -47,6 +47,7 @@ def has_tables(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
     monkeypatch.setattr(interface, "_prepared_bwd", {})
 
 
+@pytest.mark.shares(2)
 @pytest.mark.usefixtures("poisoned_allocations")
 @cases
 def test_forward(

@@ -127,6 +127,7 @@ CASES: dict[str, Callable[[], Rows]] = {
 }
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_has_one_set_of_bits(case: str) -> None:
     rows = CASES[case]()

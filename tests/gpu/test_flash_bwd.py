@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
-import public_call
 import pytest
 import torch
 from cases import (
@@ -23,6 +24,8 @@ from cases import (
 from eager import assert_gradients_close
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_inputs, make_output_gradients
+from public_call import check as check_forward
+from public_call import forward
 from random_cases import random_case, random_mask_case
 from torch import Tensor
 
@@ -39,16 +42,6 @@ NAMES = ("dq", "dk", "dv")
 Gradients = dict[str, Tensor | None]
 
 
-def bwd_keywords(inputs: Inputs) -> dict[str, Any]:
-    return inputs.bwd_keywords
-
-
-def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    out, lse = _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **inputs.keywords)
-    assert lse is not None
-    return out, lse
-
-
 def backward(
     inputs: Inputs,
     results: tuple[Tensor, Tensor],
@@ -58,7 +51,7 @@ def backward(
 ) -> Gradients:
     """results: out and lse."""
     out, lse = results
-    keywords = bwd_keywords(inputs) | {"dlse": dlse} | more
+    keywords = inputs.bwd_keywords | {"dlse": dlse} | more
     dsink = None
     if inputs.case.sink is not None:
         dsink = keywords["dsink"] = torch.full_like(keywords["learnable_sink"], NAN)
@@ -130,23 +123,16 @@ def test_documents_that_mask_bits_show(case: Case) -> None:
         assert all(torch.equal(first[name], other[name]) for other in others), name
 
 
-@pytest.mark.shares(4)
+@pytest.mark.shares(6)
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("seed", range(60))
-def test_fuzzed_feature_pairs(seed: int) -> None:
-    """In both directions, which share a kernel."""
-    inputs = make_inputs(random_case(random.Random(seed)), "cuda", seed)
-    public_call.check(inputs)
-    check(inputs, seed)
-
-
-@pytest.mark.shares(4)
-@pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("seed", range(120))
-def test_fuzzed_masks(seed: int) -> None:
-    case = random_mask_case(random.Random(seed))
-    inputs = make_inputs(case.packed_if_supported(), "cuda", seed)
-    public_call.check(inputs)
+@pytest.mark.parametrize(
+    ("draw", "seed"),
+    [*product([random_case], range(60)), *product([random_mask_case], range(120))],
+)
+def test_fuzzed(draw: Callable[[random.Random], Case], seed: int) -> None:
+    """In both directions, which share a kernel: pairs of features, and masks."""
+    inputs = make_inputs(draw(random.Random(seed)).packed_if_supported(), "cuda", seed)
+    check_forward(inputs)
     check(inputs, seed)
 
 
@@ -177,31 +163,6 @@ def test_large_problems(case: Case) -> None:
     check(make_inputs(case, "cuda"))
 
 
-# In a fixed order, of every mask and of dQ: `test_skipping_changes_no_ordered_bit`.
-SKIP_CASES = (
-    *MASK_CASES[::8],
-    Case("causal", 2, 1000, 700, causal=True),
-    Case("dense", 1, 300, 300),
-)
-
-
-@pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", SKIP_CASES, ids=lambda case: case.id)
-def test_skipping_changes_no_bit(case: Case) -> None:
-    """Of dK and dV; dQ is summed in an order of chance."""
-    inputs = make_inputs(case.packed_if_supported(), "cuda")
-    results = forward(inputs)
-    dout, dlse = make_output_gradients(inputs)
-    skipping = backward(inputs, results, dout, dlse)
-    visiting = backward(inputs, results, dout, dlse, config={"skip_blocks": False})
-    for name in ("dk", "dv"):
-        a, b = skipping[name], visiting[name]
-        assert a is not None and b is not None
-        # a block that is not skipped may turn -0 into 0
-        assert torch.equal(a, b), name
-    assert_gradients_close(visiting, inputs, dout, dlse)
-
-
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("sink", [None, FP32], ids=["no-sink", "sink"])
 @pytest.mark.parametrize(
@@ -226,7 +187,7 @@ def test_packed_rows_of_no_sequence() -> None:
     tail = torch.full((9, 2, 128), NAN, dtype=BF16, device="cuda")
     q, k, v = (torch.cat([x, tail]) for x in (inputs.q, inputs.k, inputs.v))
     dout, _ = make_output_gradients(inputs)
-    keywords = bwd_keywords(inputs)
+    keywords = inputs.bwd_keywords
     out, lse = _flash_attn_fwd(q, k, v, **keywords)
     assert lse is not None
     operands = (q, k, v, out, torch.cat([dout, tail]), lse)
@@ -434,14 +395,9 @@ TURN_CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.shares(2)
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", TURN_CASES, ids=lambda case: case.id)
-def test_heads_whose_dq_is_summed_in_turn(case: Case) -> None:
-    check(make_inputs(case, "cuda"))
-
-
-@pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", WIDE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", TURN_CASES + WIDE_CASES, ids=lambda case: case.id)
 def test_wide_heads(case: Case) -> None:
     check(make_inputs(case, "cuda"))
 
@@ -546,6 +502,7 @@ DETERMINISTIC = [
 ]
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda case: case.id)
 def test_deterministic(case: Case) -> None:
     """Ten runs have the same bits."""
@@ -558,16 +515,32 @@ def test_skipping_changes_no_ordered_bit(case: Case) -> None:
     check_bits(case, {"config": {"skip_blocks": False}})
 
 
-def check_bits(case: Case, *others: dict[str, Any]) -> None:
-    """Gradients in a fixed order are close, and equal to those of other calls."""
+SKIPPED = [Case("causal", 2, 1000, 700, causal=True), DETERMINISTIC[1], *MASK_CASES[::8]]
+
+
+@pytest.mark.usefixtures("poisoned_allocations")
+@pytest.mark.parametrize("case", SKIPPED, ids=lambda case: case.id)
+def test_skipping_changes_no_bit(case: Case) -> None:
+    """Of dK and dV; dQ is summed in an order of chance."""
+    more = {"config": {"skip_blocks": False}}
+    check_bits(case.packed_if_supported(), more, is_ordered=False)
+
+
+def check_bits(case: Case, *others: dict[str, Any], is_ordered: bool = True) -> None:
+    """Gradients are close, and equal to those of other calls."""
     inputs = make_inputs(case, "cuda")
     results = forward(inputs)
     dout, dlse = make_output_gradients(inputs)
-    first = backward(inputs, results, dout, dlse, deterministic=True)
-    assert_gradients_close(first, inputs, dout, dlse)
-    for more in others:
-        again = backward(inputs, results, dout, dlse, deterministic=True, **more)
-        for name, gradient in first.items():
-            other = again[name]
-            if gradient is not None and other is not None:
-                assert torch.equal(gradient.view(torch.int16), other.view(torch.int16)), name
+    first, *again = (
+        backward(inputs, results, dout, dlse, deterministic=is_ordered, **more)
+        for more in ({}, *others)
+    )
+    for found in (first, again[-1]):
+        assert_gradients_close(found, inputs, dout, dlse)
+    # in any order, a block that is not skipped may turn -0 into 0
+    kind = torch.int16 if is_ordered else inputs.q.dtype
+    for found in again:
+        for name in first if is_ordered else ("dk", "dv"):
+            a, b = first[name], found[name]
+            if a is not None and b is not None:
+                assert torch.equal(a.view(kind), b.view(kind)), name

@@ -55,6 +55,7 @@ def on_cuda(x: Any) -> Any:
     return new.copy_(x)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_bits_of_16(case: Fp8Case) -> None:
     """200 random calls in all, half of them hard."""

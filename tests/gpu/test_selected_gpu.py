@@ -54,6 +54,7 @@ def results_of(function: Any, drawn: Drawn) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("seed", range(DRAWN.most))
 def test_draws(seed: int) -> None:
     kind = seed % KINDS
@@ -72,6 +73,7 @@ def test_draws(seed: int) -> None:
             assert worst <= 2 * of_eager + unit, f"seed {seed}: {name} {worst} {of_eager}"
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize(
     ("group", "head_dim", "block", "seed"),
     [

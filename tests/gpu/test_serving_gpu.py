@@ -201,6 +201,7 @@ def test_nothing_is_compiled_and_nobody_waits() -> None:
         torch.testing.assert_close(out.double(), case.expected(), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("head_dim", [8, 40, 72, 112, 192, 256])
 def test_page_sizes_that_8_does_not_divide(head_dim: int) -> None:
     """Also where tiles have more columns than the heads."""

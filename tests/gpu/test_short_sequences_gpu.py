@@ -48,6 +48,7 @@ def test_against_oracle(case: Case) -> None:
     check_plain(inputs)
 
 
+@pytest.mark.shares(5)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(length: int) -> None:
     """Of both kernels, and of the main one."""

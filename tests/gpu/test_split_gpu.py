@@ -22,6 +22,7 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     take_chunks(monkeypatch)
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)
 def test_against_oracle(split: SplitCase) -> None:
     inputs = make_inputs(split.case, CUDA)

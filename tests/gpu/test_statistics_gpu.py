@@ -32,6 +32,7 @@ def run(name: str, *operands: Any, **keywords: Any) -> Any:
     return getattr(flash_mask_cute, name)(*operands, **keywords)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", CASES)
 def test_right(name: str) -> None:
     case, wanted = CASES[name]

@@ -51,6 +51,7 @@ def gradients(model: Any, call: dict[str, Any], rows: Tensor) -> dict[str, Tenso
 CASES = [(x, y) for x in tiny.DECODERS for y in CALLS if (x, y) != ("gpt_oss", "lengths")]
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize(("name", "situation"), CASES)
 def test_no_further_from_float32_than_eager(name: str, situation: str) -> None:
     call = on_gpu(CALLS[situation])

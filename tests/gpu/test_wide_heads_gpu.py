@@ -20,6 +20,9 @@ from flash_mask_cute.interface import _flash_attn_fwd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
 CUDA = torch.device("cuda")
+test_against_oracle, test_decoding = map(
+    pytest.mark.shares(4), (test_against_oracle, test_decoding)
+)
 
 
 @pytest.mark.parametrize("head_dim", [264, 512])
@@ -48,6 +51,7 @@ def test_new_keys() -> None:
     torch.testing.assert_close(out, wanted, atol=2e-3, rtol=2e-2)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("case", TRAINED_WIDE_CASES, ids=lambda case: case.id)
 def test_gradients(case: Case) -> None:
     """Each has one owner, so its bits are equal every time."""
