@@ -1,10 +1,10 @@
 """Speed of flash_mask_cute against its peers, on one GPU: see docs/benchmarking.md.
 
-Commands are the tables of cases (run, flex, decode, parallel, selected, block_sparse, statistics),
-whose runner is in runner, and compare, report, plot, codegen, and end_to_end, a folder of its own.
-What bench.run measures is in cases (masks, mods, everyday, cudnn_cases, paper, sweep), who takes
-part in peers, whether results are right in gate (by oracle), how time is taken in timing, what was
-found in rows.
+Commands are the tables of cases (run, flex, decode, parallel, selected, block_sparse, statistics,
+trees), whose runner is in runner, and compare, report, plot, codegen, and end_to_end, a folder of
+its own. What bench.run measures is in cases (masks, mods, everyday, cudnn_cases, paper, sweep), who
+takes part in peers, whether results are right in gate (by oracle), how time is taken in timing,
+what was found in rows.
 
 Here: the rows themselves, where they come from, and the table of a run. A row is one figure; its
 `note` starts with the name of its case.

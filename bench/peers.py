@@ -407,7 +407,7 @@ class CudnnFlexPeer:
 
 @dataclass(frozen=True)
 class Fa3Peer:
-    """FlashAttention-3 as tokenspeed-fa3 has it: no wheel for Python has its backward."""
+    """FlashAttention-3 as tokenspeed-fa3 has it: no wheel for torch on PyPI has its backward."""
 
     name: str
     needs: str = "flash_attn_interface"
