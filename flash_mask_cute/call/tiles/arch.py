@@ -85,8 +85,8 @@ class ForwardKernel(AttentionKernel):
         load = self.load_wide
         if load is None or head_dim_v <= MAX_HEAD_DIM or tile_n < WIDE_TILE_N:
             return self
-        of_class = {"load_class": load, "load_traits": lambda: load().traits_type}
-        return replace(self, class_name="WideForwardSm90", **of_class)
+        of_wide: dict[str, Any] = {"load_class": load, "load_traits": lambda: load().traits_type}
+        return replace(self, class_name="WideForwardSm90", **of_wide)
 
 
 class EntryKernels(NamedTuple):
