@@ -65,7 +65,9 @@ from flash_mask_cute.core.softmax import ScoreScales
 from flash_mask_cute.core.tile_scheduler import ScheduleParams, TileScheduler
 from flash_mask_cute.core.walk_ring import CHUNK
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.mods.line_gradients import AuxElements, LineGradients
 from flash_mask_cute.mods.score_chain import ScoreChain
+from flash_mask_cute.mods.score_elements import Places
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.backward_mask import BackwardMask
 from flash_mask_cute.rules.intervals import Intervals
@@ -401,17 +403,13 @@ class FlashAttentionBackwardSm100:
         """Compute warp: 32 keys and half of the queries, one key for each thread."""
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (COMPUTE_WARPS // HALVES)
         traits = self.traits
-        chain = ScoreChain(
-            *score_args,
-            self.wants_aux,
-            self.score_mod,
-            self.score_mod_bwd,
-            traits.dtype,
-            (traits.tile_m, traits.tile_n),
-            ELEMENTS,
-            Int32(0),
-            half * traits.queries,
+        tiles_of_scores = traits.tile_m, traits.tile_n
+        places = Places(tiles_of_scores, ELEMENTS, Int32(0), half * traits.queries)
+        aux = AuxElements(
+            self.score_mod, self.wants_aux, score_args.aux_tensors, score_args.aux_grads
         )
+        along = LineGradients((), None, places, aux)
+        chain = ScoreChain(score_args.scales, aux, self.score_mod_bwd, traits.dtype, places, along)
         peer = None
         if const_expr(traits.cta_pair):
             kept = FoldedScores if const_expr(traits.is_folded) else PeerGrads

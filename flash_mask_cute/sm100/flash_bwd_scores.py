@@ -91,7 +91,7 @@ class BlockScores:
         if traits.is_folded:
             self._compute_folded(number, first_s, first_dp, bits, statistics, thread)
             return
-        if self.chain.wants_aux:
+        if self.chain.aux.wants_aux:
             self.channels.dp.wait(number)
             umma.fence_after_wait()
             self._compute_by_chunks(place, first_s, first_dp, bits, statistics, thread, keep_grads)
@@ -257,7 +257,7 @@ class BlockScores:
             cute.make_tensor((row + i * tile_m).align(16), layout)
             for i in range(self.traits.num_stats)
         ]
-        if not self.traits.has_reference or self.chain.wants_aux:
+        if not self.traits.has_reference or self.chain.aux.wants_aux:
             return Statistics(*numbers)
         return Statistics(*numbers, has_reference(numbers[-1]))
 

@@ -10,10 +10,11 @@ from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.score_gradients import BwdScoreArgs
 from flash_mask_cute.mods.diagonals import UniformDiagonals
 from flash_mask_cute.mods.difference_sums import DifferenceSums, summed_reads
+from flash_mask_cute.mods.line_gradients import AuxElements, LineGradients
 from flash_mask_cute.mods.line_sums import Line, line_groups, line_reads
 from flash_mask_cute.mods.read_analysis import analyse_reads
 from flash_mask_cute.mods.score_chain import ScoreChain
-from flash_mask_cute.mods.score_elements import ListedQueries
+from flash_mask_cute.mods.score_elements import ListedQueries, Places
 from flash_mask_cute.mods.walk_sums import WalkSums, walk_reads
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_traits import BwdTraits
@@ -33,20 +34,21 @@ def make_chain(
         others -= {x.number for x in summed_reads(kernel.score_mod, reads, of_masks=False)}
         wants_aux = tuple(i for i in wants_aux if i not in others)
         score_args = score_args.of(kernel.wants_aux, wants_aux)
+    listed = None
+    if traits.tells_queries:
+        listed = ListedQueries(traits.packed_heads, traits.group_size)
+    tiles = traits.tile_m, traits.tile_n
+    places = Places(tiles, wgmma.ELEMENTS, traits.first_key(), Int32(0), listed)
+    aux = AuxElements(kernel.score_mod, wants_aux, score_args.aux_tensors, score_args.aux_grads)
     chain = ScoreChain(
-        *score_args,
-        wants_aux,
-        kernel.score_mod,
+        score_args.scales,
+        aux,
         kernel.score_mod_bwd,
         traits.dtype,
-        (traits.tile_m, traits.tile_n),
-        wgmma.ELEMENTS,
-        traits.first_key(),
-        Int32(0),
+        places,
+        LineGradients((), LINES, places, aux),
         is_exact=bool(others) and traits.shares_keys,
     )
-    if traits.tells_queries:
-        chain = replace(chain, listed=ListedQueries(traits.packed_heads, traits.group_size))
     if not wants_aux:
         return chain
     reads = reads._replace(tensors={i: reads.tensors[i] for i in wants_aux})
@@ -86,9 +88,7 @@ def make_chain(
         of_grads=of_grads,
         walk=walk,
         by_difference=by_difference,
-        groups=groups,
-        uniform=uniform,
-        lines=LINES,
+        along=LineGradients(groups, LINES, places, aux, by_difference, uniform),
         once=tuple(i for i, x in reads.tensors.items() if x.read_once_an_entry),
     )
 

@@ -178,7 +178,7 @@ class BlockScores:
     @property
     def needs_scores(self) -> bool:
         """Whether `compute` is for work tiles with scores only."""
-        return self.chain.by_parts or bool(self.chain.wants_aux)
+        return self.chain.by_parts or bool(self.chain.aux.wants_aux)
 
     def begin(self, tile: Int32, block: Int32) -> None:
         """Load the values that stay in registers for a work tile, with its first query block."""
@@ -415,11 +415,12 @@ class BlockScores:
         self._apply(kind, state, wgmma.rows_by_cols(acc_S), statistics)
         if not is_early:
             self._issue_dp(acc_dP, state)
-        if chain.wants_aux:
-            chain = self._chain_of(state.block).look_ahead(*self._place(state))
+        if chain.aux.wants_aux:
+            chain = self._chain_of(state.block)
+            chain = replace(chain, along=chain.along.look_ahead(*self._place(state)))
         warpgroup.wait_group(0)
         delta, factors, grads = statistics.delta, *map(wgmma.rows_by_cols, (acc_S, acc_dP))
-        if chain.wants_aux:
+        if chain.aux.wants_aux:
             chain.apply_to_grads(*self._place(state), factors, grads, delta, self.grads)
         else:
             score_gradients(grads, factors, delta)
@@ -560,7 +561,8 @@ class BlockScores:
     def _chain_of(self, block: Int32) -> ScoreChain:
         if self.chain.by_difference is not None and self.chain.by_difference.takes_turns:
             m_block = self.tiles.words[1, self.channels.q.index(block)]
-            return replace(self.chain, reduces_diagonals=is_mma_turn(m_block))
+            along = replace(self.chain.along, reduces_diagonals=is_mma_turn(m_block))
+            return replace(self.chain, along=along)
         if not self.traits.tells_queries:
             return self.chain
         words = self.tiles.words[None, self.channels.q.index(block)].iterator + QUERY_WORDS
