@@ -32,6 +32,8 @@ DOCS := $(or $(PYTHON),$(call python_with,$(SITE)))
 
 # Workers share what a test compiles where neighbouring tests, which share kernels, stay with one of them.
 PYTEST_ON_WORKERS = $(DEV) -m pytest -n $(WORKERS) --dist worksteal
+# Nearly all of tests/gpu is compiling; a machine without a GPU skips it.
+ON_GPU = $(if $(shell command -v nvidia-smi),-n $(shell nproc) --dist worksteal --durations 20)
 # What runs, before it does, and how long it took: $(call timed,name,command).
 timed = @echo "== $(1)"; begin=$$(date +%s); $(2); status=$$?; \
 	echo "== $(1): $$(( $$(date +%s) - begin )) s"; exit $$status
@@ -96,7 +98,7 @@ test-cpu: $(call needs_venv,$(DEV))
 	$(call timed,tests/cpu and contrib/tests: no GPU,$(PYTEST_ON_WORKERS) tests/cpu contrib/tests)
 
 test-gpu: $(call needs_venv,$(DEV))
-	$(call timed,tests/gpu: the GPU if there is one,$(DEV) -m pytest tests/gpu)
+	$(call timed,tests/gpu: the GPU if there is one,$(DEV) -m pytest tests/gpu $(ON_GPU))
 
 test-sim: $(call needs_venv,$(DEV))
 	$(call timed,tests/sim: kernels for Hopper,FLASH_MASK_SIM_ARCH=sm_90a $(PYTEST_ON_WORKERS) tests/sim)
