@@ -123,6 +123,19 @@ def make_block_bits(
 ) -> Int32:
     """Make this mask warp's share of the bits of a partial block, number `cuts`."""
     words = rules.make_bits(work, block, warp_rows)
+    return send_bits(rules, warp_rows, bit_tile, bits, any_bits, cuts, words)
+
+
+@cute.jit
+def send_bits(
+    rules: ForwardMask | BackwardMask,
+    warp_rows: MaskWarpRows,
+    bit_tile: cute.Tensor,
+    bits: Channel,
+    any_bits: cute.Tensor | None,
+    cuts: Int32,
+    words: tuple,
+) -> Int32:
     bits.acquire(cuts)
     warp_rows.store(bit_tile, words)
     if const_expr(any_bits is not None):
