@@ -103,11 +103,8 @@ def explain_selection(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
         num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
         parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction")
     if run.problem.gathers:
-        box, lists = (
-            run.problem.keys_of_box,
-            "" if run.problem.selection_dtype else ("a second launch makes lists; "),
-        )
-        parts.append(f"{lists}keys are gathered, {box} in a copy")
+        lists = "" if run.problem.selection_dtype else "a second launch makes lists; "
+        parts.append(f"{lists}keys are gathered, {run.problem.keys_of_box} in a copy")
     elif selected.block_size <= MOST_GATHERED:
         parts.append(f"whole tiles of keys, not gathered ones: {why_whole_tiles(run)}")
     return "; ".join([*parts, _union(run, selected, cu_seqlens_q)])

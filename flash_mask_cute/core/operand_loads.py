@@ -116,12 +116,11 @@ class OperandLoads:
     of the block (`walk_ring`), its number, and its owners. part: the index of this CTA's part of a
     block. share: of the rows of pages, if several warps copy them. cut: for warps that only copy
     rows, and load no query: makes the bits of a block that is cut, from the work tile, the number
-    of such blocks before it and the block; returns the next number. With make_bits each block is
-    cut, and `cut` sends its bits, as many blocks late as there are stages more than one: their
-    readers take one block at a time. no_bits: of a block that does not exist. scales_k, scales_v:
-    of rows of pages, (pages, page_size, heads). half: the columns of V of this CTA, None: all.
-    gathers: None, or finds keys that do not follow each other, and the lists of these
-    (`GatheredMask`).
+    of such blocks before it and the block; returns the next number. make_bits: makes those
+    of each block, which `cut` sends as many blocks late as there are stages more than one, so that
+    no copy waits for their readers. no_bits: of no block. scales_k, scales_v: of rows of pages,
+    (pages, page_size, heads). half: the columns of V of this CTA, None: all. gathers: None, or
+    finds keys that do not follow each other, and the lists of these (`GatheredMask`).
     """
 
     operands: tma.Operands
@@ -190,7 +189,9 @@ class OperandLoads:
             chunk, state = walk.visit(chunk, state, load)
             if const_expr(self.make_bits is not None):
                 # the next work tile may not be known before this one is read
-                state = self._send_bits(state, state.blocks, 0)
+                for i in cutlass.range_constexpr(len(state.bits) - 1, -1, -1):
+                    if state.cuts < state.blocks - i:
+                        state = state._replace(cuts=self.cut(None, state.cuts, None, state.bits[i]))
             if const_expr(not self.shape.overlaps_tiles):
                 # the next query has to wait for the output, which has to wait for these
                 self._load_values(state)
@@ -300,22 +301,13 @@ class OperandLoads:
             in_flight = min(STEPS_IN_FLIGHT, stages - 1)
             state = self._hand_over_rows(state, in_flight)
         if const_expr(self.make_bits is not None):
-            state = self._send_bits(state, number, len(state.bits) - 1)
+            if state.cuts <= number - len(state.bits):
+                state = state._replace(cuts=self.cut(None, state.cuts, None, state.bits[-1]))
             state = state._replace(bits=(self.make_bits(work, block), *state.bits[:-1]))
         elif const_expr(self.cut is not None):  # noqa: SIM102 (decided while tracing)
             # those of the cut block before become free, since its keys were handed over
             if block.kind == Kind.PARTIAL:
                 state = state._replace(cuts=self.cut(work, state.cuts, block))
-        return state
-
-    @cute.jit
-    def _send_bits(
-        self, state: LoadState, blocks: Int32, num_kept: cutlass.Constexpr[int]
-    ) -> LoadState:
-        """Send the bits of `blocks` blocks, except for the last ones."""
-        for i in cutlass.range_constexpr(len(state.bits) - 1, num_kept - 1, -1):
-            if state.cuts < blocks - i:
-                state = state._replace(cuts=self.cut(state.cuts, state.bits[i]))
         return state
 
     @cute.jit

@@ -213,9 +213,6 @@ class ForwardMask(MaskRules):
             chunk = chunk.without_skipping(exists, self.args.columns is not None)
         return chunk, position
 
-    # whether a tile of a walk has keys that do not follow each other
-    gathers = False
-
     @property
     def _leaps(self) -> bool:
         """Whether a walk leaves out chunks without looking at them."""

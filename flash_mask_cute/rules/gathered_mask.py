@@ -31,7 +31,6 @@ class GatheredMask(ForwardMask):
     intervals. Each tile of a walk is partial."""
 
     block_k: cutlass.Constexpr[int] = QUAD
-    gathers = True
 
     # -- lists ----------------------------------------------------------------------------------
 
@@ -104,10 +103,9 @@ class GatheredMask(ForwardMask):
         """As `ForwardMask.make_bits`. A lane judges QUAD keys for one query after another; votes
         are words of its rows."""
         quad = cutlass.min(cute.arch.lane_idx(), self.block_info.tile_n // QUAD - 1) * QUAD
-        row = block.index * self.block_info.tile_n + quad
-        exists, number = self._block_at(self.list_of(work), row)
+        exists, number = self._shown(work, block, quad)
         exists = exists & (block.is_hidden == Boolean(False))
-        keys = exists, number, number * self.block_k + (row & (self.block_k - 1))
+        keys = exists, number, number * self.block_k + (quad & (self.block_k - 1))
         votes = tuple(Int32(0) for _ in range(warp_rows.num_groups * QUAD))
         for query in cutlass.range(WORD // self._rows_of_query, unroll=2):
             votes = self._vote(work, warp_rows, query, keys, votes)
@@ -116,6 +114,10 @@ class GatheredMask(ForwardMask):
             of_group = votes[first : first + QUAD]
             words += [self._word(w, of_group) for w in range(self.columns.num_words)]
         return tuple(words)
+
+    def _shown(self, work: Work, block: Block, row: Int32) -> tuple[Boolean, Int32]:
+        """Whether a row of a tile is that of a block that may be seen, and the block."""
+        return self._block_at(self.list_of(work), block.index * self.block_info.tile_n + row)
 
     def _vote(
         self, work: Work, warp_rows: MaskWarpRows, query: int | Int32, keys: tuple, votes: tuple
@@ -205,25 +207,18 @@ class GatheredEntries(GatheredMask):
             largest = cutlass.max(largest, entry)
         return largest >= 0
 
-    @cute.jit
-    def make_bits(self, work: Work, block: Block, warp_rows: MaskWarpRows) -> tuple:
-        """All rows have the bits of the only query."""
-        line, length = self.list_of(work), work.seqlen_k
-        own = self._of_lane(line, block.index, length)
-        repeated = self._repeated(line, block.index, own, length)
-        row = cutlass.min(cute.arch.lane_idx(), self.block_info.tile_n // QUAD - 1) * QUAD
-        place = row // self.block_k
+    # all rows have the bits of the only query
+    _rows_of_query = WORD
+
+    def chosen_bit(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> Int32:
+        return Int32(1)
+
+    def _shown(self, work: Work, block: Block, row: Int32) -> tuple[Boolean, Int32]:
+        line, place = self.list_of(work), row // self.block_k
+        own = self._of_lane(line, block.index, work.seqlen_k)
         number = cute.arch.shuffle_sync(own, place)
-        is_first = ((repeated >> place) & 1) == 0
-        exists = (number >= 0) & is_first & (block.is_hidden == Boolean(False))
-        key = number * self.block_k + (row & (self.block_k - 1))
-        low, high = self.block_info.band(self.seqlen_of(work)).k_range(Int32(0))
-        votes = []
-        for i in cutlass.range_constexpr(QUAD):
-            is_seen = exists & (key + i >= low) & (key + i < high)
-            votes.append(Int32(cute.arch.vote_ballot_sync(is_seen)))
-        words = tuple(self._word(w, tuple(votes)) for w in range(self.columns.num_words))
-        return words * warp_rows.num_groups
+        repeated = self._repeated(line, block.index, own, work.seqlen_k)
+        return (number >= 0) & (((repeated >> place) & 1) == 0), number
 
     @cute.jit
     def _repeated(self, line: Int32, block: Int32, own: Int32, length: Int32) -> Int32:

@@ -87,7 +87,7 @@ from flash_mask_cute.rules.mask_rules import (
     WindowArgs,
     check_given,
 )
-from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits, send_bits
+from flash_mask_cute.rules.mask_warps import make_block_bits, make_mask_bits
 from flash_mask_cute.rules.stream_k_walks import schedule_forward
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.cached_bias import CachedBiasRows
@@ -486,12 +486,11 @@ class FlashAttentionForwardSm90:
     ):  # fmt: skip
         """A mask warp that also loads its share of the rows or boxes of pages."""
         rules, rows = self._rules(masks, lengths), self._mask_rows(mask_warp)
-        of_bits = rules, rows, tiles.bits, channels.bits, None
-        loader = replace(loader, share=CopyShare(1 + mask_warp, self.loading_warps))
-        cut, make_bits = partial(make_block_bits, *of_bits), None
-        if self.gathers:
-            cut, make_bits = partial(send_bits, *of_bits), partial(rules.make_bits, warp_rows=rows)
-        loader = replace(loader, cut=cut, make_bits=make_bits, no_bits=rows.fill(0))
+        cut = partial(make_block_bits, rules, rows, tiles.bits, channels.bits, None)
+        loader = replace(loader, share=CopyShare(1 + mask_warp, self.loading_warps), cut=cut)
+        if self.gathers and self.traits.tile_m <= DECODE_ROWS:
+            make_bits = partial(rules.make_bits, warp_rows=rows)
+            loader = replace(loader, make_bits=make_bits, no_bits=rows.fill(0))
         loader.stream(channels.ring, channels.walk)
 
     def _mask_rows(self, mask_warp: Int32) -> MaskWarpRows:
