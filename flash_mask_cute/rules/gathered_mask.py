@@ -103,9 +103,10 @@ class GatheredMask(ForwardMask):
         """As `ForwardMask.make_bits`. A lane judges QUAD keys for one query after another; votes
         are words of its rows."""
         quad = cutlass.min(cute.arch.lane_idx(), self.block_info.tile_n // QUAD - 1) * QUAD
-        exists, number = self._shown(work, block, quad)
+        row = block.index * self.block_info.tile_n + quad
+        exists, number = self._shown(work, block.index, row)
         exists = exists & (block.is_hidden == Boolean(False))
-        keys = exists, number, number * self.block_k + (quad & (self.block_k - 1))
+        keys = exists, number, number * self.block_k + (row & (self.block_k - 1))
         votes = tuple(Int32(0) for _ in range(warp_rows.num_groups * QUAD))
         for query in cutlass.range(WORD // self._rows_of_query, unroll=2):
             votes = self._vote(work, warp_rows, query, keys, votes)
@@ -115,9 +116,9 @@ class GatheredMask(ForwardMask):
             words += [self._word(w, of_group) for w in range(self.columns.num_words)]
         return tuple(words)
 
-    def _shown(self, work: Work, block: Block, row: Int32) -> tuple[Boolean, Int32]:
-        """Whether a row of a tile is that of a block that may be seen, and the block."""
-        return self._block_at(self.list_of(work), block.index * self.block_info.tile_n + row)
+    def _shown(self, work: Work, block: Int32, row: Int32) -> tuple[Boolean, Int32]:
+        """Whether a row of a walk, in a tile of it, is of a block to see, and the block."""
+        return self._block_at(self.list_of(work), row)
 
     def _vote(
         self, work: Work, warp_rows: MaskWarpRows, query: int | Int32, keys: tuple, votes: tuple
@@ -213,11 +214,11 @@ class GatheredEntries(GatheredMask):
     def chosen_bit(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> Int32:
         return Int32(1)
 
-    def _shown(self, work: Work, block: Block, row: Int32) -> tuple[Boolean, Int32]:
-        line, place = self.list_of(work), row // self.block_k
-        own = self._of_lane(line, block.index, work.seqlen_k)
+    def _shown(self, work: Work, block: Int32, row: Int32) -> tuple[Boolean, Int32]:
+        line, place = self.list_of(work), row // self.block_k - block * self._per_tile
+        own = self._of_lane(line, block, work.seqlen_k)
         number = cute.arch.shuffle_sync(own, place)
-        repeated = self._repeated(line, block.index, own, work.seqlen_k)
+        repeated = self._repeated(line, block, own, work.seqlen_k)
         return (number >= 0) & (((repeated >> place) & 1) == 0), number
 
     @cute.jit
