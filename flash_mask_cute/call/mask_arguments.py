@@ -85,6 +85,8 @@ class MaskArguments:
         k = by_entry.shape[3]
         most_tiles = queries * k * max(size // self._tile[1], 1)
         if self._reads_entries:
+            if self._gathers:
+                most_tiles = -(-k * size // self._tile[1])
             return by_entry, None, 1, size, None, None, most_tiles
         made = selected_bits(by_entry, num_blocks, tiles, cu_seqlens_q)
         if self._gathers:

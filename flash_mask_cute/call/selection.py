@@ -16,8 +16,9 @@ from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen
 from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.dtypes import dtype_name
 
-# keys of the largest blocks whose keys are gathered
-MOST_GATHERED = 8
+# Keys of the largest blocks whose keys are gathered. Entries of a query that are compared with each
+# other where that takes less time than their keys.
+MOST_GATHERED, MOST_COMPARED = 8, 1024
 
 
 def selects_few_keys(facts: CallFacts) -> bool:
@@ -33,16 +34,19 @@ def selects_few_keys(facts: CallFacts) -> bool:
 def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
     """The plan of a forward with the fields of its problem about a selection.
 
-    If a sequence has one query, which decides for whole tiles of keys, the kernel reads its entries
-    and nothing is launched before it. A mask_mod that does not use the head is evaluated once for
-    the heads that share a tile.
+    If a sequence has one query, which decides for whole tiles of keys, or for gathered ones, the
+    kernel reads its entries and nothing is launched before it. A mask_mod that does not use the
+    head is evaluated once for the heads that share a tile.
     """
     selected, mask_mod = facts.masks.selected, facts.masks.mask_mod
     problem, shapes, tile_n = plan.problem, facts.shapes, plan.fwd_choice.tiles.tile_n
     if selected is None:
         return plan
+    gathers = 0 if why_whole_tiles(plan) else selected.block_size
     is_whole = selected.block_size % tile_n == 0
-    decides_alone = shapes.seqlen_q == 1 and not problem.varlen_q and mask_mod is None and is_whole
+    is_short = gathers > 0 and selected.indices.shape[-1] <= MOST_COMPARED
+    decides_alone = shapes.seqlen_q == 1 and not problem.varlen_q and mask_mod is None
+    decides_alone = decides_alone and (is_whole or is_short)
     shares_mask = False
     if problem.packed_heads > 1 and mask_mod is not None:
         shares_mask = not find_reliance(mask_mod, problem).head
@@ -50,7 +54,7 @@ def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan
         problem,
         selection_dtype=dtype_name(selected.indices.dtype) if decides_alone else None,
         shares_mask=shares_mask,
-        gathers=0 if why_whole_tiles(plan) else selected.block_size,
+        gathers=gathers,
     )
     return replace(plan, problem=problem)
 
@@ -99,8 +103,8 @@ def explain_selection(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
         num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
         parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction")
     if run.problem.gathers:
-        box = run.problem.keys_of_box
-        parts.append(f"a second launch makes lists; keys are gathered, {box} in a copy")
+        lists = "" if run.problem.selection_dtype else "a second launch makes lists; "
+        parts.append(f"{lists}keys are gathered, {run.problem.keys_of_box} in a copy")
     elif selected.block_size <= MOST_GATHERED:
         parts.append(f"whole tiles of keys, not gathered ones: {why_whole_tiles(run)}")
     return "; ".join([*parts, _union(run, selected, cu_seqlens_q)])

@@ -91,7 +91,8 @@ class LoadState(NamedTuple):
 
     v_pages, next_pages: looked up for the value block, and for the one that comes next if walks
     report it (next_block), else the block before: the place of this lane's box, or `BlockRows`.
-    k_ready, v_ready: blocks that were handed over. cuts: blocks that were cut, for `cut`.
+    k_ready, v_ready: blocks that were handed over. cuts: blocks that were cut, for `cut`. bits: of
+    the last blocks, the latest first.
     """
 
     blocks: Int32
@@ -102,6 +103,7 @@ class LoadState(NamedTuple):
     k_ready: Int32 | None = None
     v_ready: Int32 | None = None
     cuts: Int32 | None = None
+    bits: tuple | None = None
     next_block: Int32 | None = None
 
 
@@ -114,9 +116,11 @@ class OperandLoads:
     of the block (`walk_ring`), its number, and its owners. part: the index of this CTA's part of a
     block. share: of the rows of pages, if several warps copy them. cut: for warps that only copy
     rows, and load no query: makes the bits of a block that is cut, from the work tile, the number
-    of such blocks before it and the block; returns the next number. scales_k, scales_v: of rows of
-    pages, (pages, page_size, heads). half: the columns of V of this CTA, None: all. gathers: None,
-    or finds keys that do not follow each other, and the lists of these (`GatheredMask`).
+    of such blocks before it and the block; returns the next number. make_bits: makes those
+    of each block, which `cut` sends as many blocks late as there are stages more than one, so that
+    no copy waits for their readers. no_bits: of no block. scales_k, scales_v: of rows of pages,
+    (pages, page_size, heads). half: the columns of V of this CTA, None: all. gathers: None, or
+    finds keys that do not follow each other, and the lists of these (`GatheredMask`).
     """
 
     operands: tma.Operands
@@ -130,7 +134,9 @@ class OperandLoads:
     part: int | Int32 = 0
     pages: Pages | None = None
     share: CopyShare = CopyShare()
-    cut: cutlass.Constexpr[Callable[[Work, Int32, Block], Int32] | None] = None
+    cut: cutlass.Constexpr[Callable[..., Int32] | None] = None
+    make_bits: cutlass.Constexpr[Callable[[Work, Block], tuple] | None] = None
+    no_bits: tuple = ()
     scales_k: cute.Tensor | None = None
     scales_v: cute.Tensor | None = None
     half: ValueHalf | None = None
@@ -166,6 +172,8 @@ class OperandLoads:
             state = state._replace(k_ready=Int32(0), v_ready=Int32(0))
         if const_expr(self.cut is not None):
             state = state._replace(cuts=Int32(0))
+        if const_expr(self.make_bits is not None):
+            state = state._replace(bits=(self.no_bits,) * max(self.k.channel.stages - 1, 1))
         while ring.wait(tile):
             work = ring.read(tile)
             if const_expr(self.cut is None and not self.queries_late):
@@ -184,6 +192,11 @@ class OperandLoads:
                 load = partial(self._load_paged_block, place, work)
             first = state.blocks
             chunk, state = walk.visit(chunk, state, load)
+            if const_expr(self.make_bits is not None):
+                # the next work tile may not be known before this one is read
+                for i in cutlass.range_constexpr(len(state.bits) - 1, -1, -1):
+                    if state.cuts < state.blocks - i:
+                        state = state._replace(cuts=self.cut(None, state.cuts, None, state.bits[i]))
             if const_expr(not self.shape.overlaps_tiles):
                 # the next query has to wait for the output, which has to wait for these
                 self._load_values(state)
@@ -292,7 +305,11 @@ class OperandLoads:
             stages = min(self.k.channel.stages, self.v.channel.stages)
             in_flight = min(STEPS_IN_FLIGHT, stages - 1)
             state = self._hand_over_rows(state, in_flight)
-        if const_expr(self.cut is not None):  # noqa: SIM102 (decided while tracing)
+        if const_expr(self.make_bits is not None):
+            if state.cuts <= number - len(state.bits):
+                state = state._replace(cuts=self.cut(None, state.cuts, None, state.bits[-1]))
+            state = state._replace(bits=(self.make_bits(work, block), *state.bits[:-1]))
+        elif const_expr(self.cut is not None):  # noqa: SIM102 (decided while tracing)
             # those of the cut block before become free, since its keys were handed over
             if block.kind == Kind.PARTIAL:
                 state = state._replace(cuts=self.cut(work, state.cuts, block))
@@ -386,7 +403,7 @@ class OperandLoads:
         """The key at a row of a block, or behind it; after the sequence's end, its last key."""
         key = block * self.shape.tile_n + row
         if self.gathers is not None:
-            key = self.gathers.key(place.gathered, key)
+            key = self.gathers.key(place.gathered, block, row, place.length)
         return cutlass.max(cutlass.min(key, place.length - 1), 0)
 
     def _look_up(self, place: HeadKeys, block: Int32) -> PageRow | BlockRows:

@@ -91,8 +91,8 @@ def by_queries(packed_heads: int, width: int, cols: int = 0) -> cute.Layout:
     of `width` columns of two warpgroups, so that those of a query's packed heads lie together.
     cols: columns of all sums of a query, which these are a part of; 0: of no others."""
     groups = width // 8
-    # sums of a query, and of a warp's rows, both warpgroups'
-    query, of_warp_rows = (cols or 2 * width) * packed_heads, 2 * width * 16
+    # sums of a query, both warpgroups'
+    query, warps, of_warp = (cols or 2 * width) * packed_heads, (4,), (2 * width * 16,)
     if packed_heads >= 16:
         in_group, halves, lanes = 128, 2, (4, 64)
     elif packed_heads == 8:
@@ -101,13 +101,13 @@ def by_queries(packed_heads: int, width: int, cols: int = 0) -> cute.Layout:
         of_warp = 16 // packed_heads
         in_group, halves, lanes = 8 * packed_heads, of_warp // 2 * query, (2, query)
     lanes_of_query = min(4 * packed_heads, 16)
-    warps_of_query = max(packed_heads // 16, 1)
-    warps, of_warps = (warps_of_query, 4 // warps_of_query), (of_warp_rows, query)
-    if packed_heads < 16:
-        of_warps = 0, 16 // packed_heads * query
+    if packed_heads <= 16:
+        of_warp = (16 // packed_heads * query,)
+    elif packed_heads == 32 and cols > 2 * width:
+        warps, of_warp = (2, 2), (*of_warp, query)
     return cute.make_layout(
         (2, 2, (lanes_of_query, 32 // lanes_of_query), groups, (*warps, 2)),
-        stride=(1, halves, lanes, in_group, (*of_warps, groups * in_group)),
+        stride=(1, halves, lanes, in_group, (*of_warp, groups * in_group)),
     )
 
 

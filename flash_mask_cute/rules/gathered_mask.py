@@ -54,7 +54,9 @@ class GatheredMask(ForwardMask):
         number = numbers[line, cutlass.min(row // self.block_k, numbers.shape[1] - 1)]
         return number >= 0, number ^ (number >> (WORD - 1))
 
-    def key(self, line: Int32, row: Int32) -> Int32:
+    def key(self, line: Int32, block: Int32, row: Int32, length: Int32) -> Int32:
+        """The key at a row of a tile of a walk, for one lane of a warp. length: of all keys."""
+        row = block * self.block_info.tile_n + row
         return self._block_at(line, row)[1] * self.block_k + (row & (self.block_k - 1))
 
     def num_tiles(self, work: Work) -> Int32:
@@ -85,9 +87,14 @@ class GatheredMask(ForwardMask):
         first: Any = Int32(0)
         if const_expr(work.first_block is not None):
             first, end = work.first_block, cutlass.min(end, work.end_block)
-        visible = Int32(cute.arch.vote_ballot_sync((n_block >= first) & (n_block < end)))
+        is_own = (n_block >= first) & (n_block < end) & self._has_blocks(work, n_block)
+        visible = Int32(cute.arch.vote_ballot_sync(is_own))
         cuts = Boolean(True), Boolean(False), Int32(0)
         return Chunk.from_votes(base, work.head_idx, visible, *cuts), position
+
+    def _has_blocks(self, work: Work, n_block: Int32) -> Boolean:
+        """Whether a tile before the end has a block that exists."""
+        return Boolean(True)
 
     # -- scores ---------------------------------------------------------------------------------
 
@@ -97,7 +104,7 @@ class GatheredMask(ForwardMask):
         are words of its rows."""
         quad = cutlass.min(cute.arch.lane_idx(), self.block_info.tile_n // QUAD - 1) * QUAD
         row = block.index * self.block_info.tile_n + quad
-        exists, number = self._block_at(self.list_of(work), row)
+        exists, number = self._shown(work, block.index, row)
         exists = exists & (block.is_hidden == Boolean(False))
         keys = exists, number, number * self.block_k + (row & (self.block_k - 1))
         votes = tuple(Int32(0) for _ in range(warp_rows.num_groups * QUAD))
@@ -108,6 +115,10 @@ class GatheredMask(ForwardMask):
             of_group = votes[first : first + QUAD]
             words += [self._word(w, of_group) for w in range(self.columns.num_words)]
         return tuple(words)
+
+    def _shown(self, work: Work, block: Int32, row: Int32) -> tuple[Boolean, Int32]:
+        """Whether a row of a walk, in a tile of it, is of a block to see, and the block."""
+        return self._block_at(self.list_of(work), row)
 
     def _vote(
         self, work: Work, warp_rows: MaskWarpRows, query: int | Int32, keys: tuple, votes: tuple
@@ -137,3 +148,88 @@ class GatheredMask(ForwardMask):
         quad, key = divmod(first, QUAD)
         even, odd = ((votes[key + i] >> quad) & EVERY_OTHER for i in range(2))
         return even | (odd << 1)
+
+
+@dataclass(frozen=True)
+class GatheredEntries(GatheredMask):
+    """`GatheredMask` of a sequence's only query by its entries, in their order. An entry that is no
+    block of the sequence, or that came before, shows nothing."""
+
+    @property
+    def _per_tile(self) -> int:
+        """Entries of a tile, at most as many as lanes."""
+        return self.block_info.tile_n // self.block_k
+
+    def list_of(self, work: Work) -> Int32:
+        """The number of a head's entries."""
+        entries = self._bits.visible
+        place = self.selection_place(entries, work, work.head_idx, Int32(0), Int32(0))
+        return place[0] * entries.shape[1] + place[1]
+
+    def _entry(self, line: Int32, i: Int32, length: Int32) -> Int32:
+        """Entry i; negative if it is no block of `length` keys."""
+        entries = self._bits.visible
+        _, heads, _, count = entries.shape
+        block = entries[line // heads, line % heads, 0, cutlass.min(i, count - 1)]
+        exists = (i < count) & (block >= 0) & (block < cute.ceil_div(length, self.block_k))
+        return cutlass.select_(exists, Int32(block), Int32(-1))
+
+    def _of_lane(self, line: Int32, block: Int32, length: Int32) -> Int32:
+        """The entry of a tile with this lane's number."""
+        lane = cutlass.min(cute.arch.lane_idx(), self._per_tile - 1)
+        return self._entry(line, block * self._per_tile + lane, length)
+
+    def key(self, line: Int32, block: Int32, row: Int32, length: Int32) -> Int32:
+        """Where there is no block, of another one, if any: keys that nobody chose may be NaN."""
+        own = self._of_lane(line, block, length)
+        place = cutlass.min(row // self.block_k, self._per_tile - 1)
+        number = cute.arch.shuffle_sync(own, place)
+        number = cutlass.select_(number < 0, self._any_block(line, own, length), number)
+        return number * self.block_k + (row & (self.block_k - 1))
+
+    @cute.jit
+    def _any_block(self, line: Int32, own: Int32, length: Int32) -> Int32:
+        """The first block of a tile, else of the list, else 0. own: of this lane."""
+        votes, start = Int32(cute.arch.vote_ballot_sync(own >= 0)), Int32(0)
+        while (votes == 0) & (start < self._bits.visible.shape[3]):
+            own = self._entry(line, start + cute.arch.lane_idx(), length)
+            votes = Int32(cute.arch.vote_ballot_sync(own >= 0))
+            start += WORD
+        return cutlass.max(cute.arch.shuffle_sync(own, cute.arch.popc((votes & -votes) - 1)), 0)
+
+    def num_tiles(self, work: Work) -> Int32:
+        return Int32(cute.ceil_div(self._bits.visible.shape[3], self._per_tile))
+
+    @cute.jit
+    def _has_blocks(self, work: Work, n_block: Int32) -> Boolean:
+        line, largest = self.list_of(work), Int32(-1)
+        for i in cutlass.range(self._per_tile, unroll=8):
+            entry = self._entry(line, n_block * self._per_tile + i, work.seqlen_k)
+            largest = cutlass.max(largest, entry)
+        return largest >= 0
+
+    # all rows have the bits of the only query
+    _rows_of_query = WORD
+
+    def chosen_bit(self, work: Work, head_idx: Int32, row: Int32, k_block: Int32) -> Int32:
+        return Int32(1)
+
+    def _shown(self, work: Work, block: Int32, row: Int32) -> tuple[Boolean, Int32]:
+        line, place = self.list_of(work), row // self.block_k - block * self._per_tile
+        own = self._of_lane(line, block, work.seqlen_k)
+        number = cute.arch.shuffle_sync(own, place)
+        repeated = self._repeated(line, block, own, work.seqlen_k)
+        return (number >= 0) & (((repeated >> place) & 1) == 0), number
+
+    @cute.jit
+    def _repeated(self, line: Int32, block: Int32, own: Int32, length: Int32) -> Int32:
+        """A bit for each entry of a tile that came before. own: of this lane."""
+        first, found = block * self._per_tile, Int32(0)
+        wanted = [cute.arch.shuffle_sync(own, i) for i in range(self._per_tile)]
+        for start in cutlass.range(0, first + self._per_tile, WORD, unroll=1):
+            at = start + cute.arch.lane_idx()
+            other = self._entry(line, at, length)
+            for i in cutlass.range_constexpr(self._per_tile):
+                is_same = (other == wanted[i]) & (at - first < i)
+                found = found | cutlass.select_(is_same, Int32(1) << i, Int32(0))
+        return Int32(cute.arch.warp_redux_sync(found, "or"))

@@ -117,12 +117,15 @@ def make_block_bits(
     bit_tile: cute.Tensor,
     bits: Channel,
     any_bits: cute.Tensor | None,
-    work: Work,
+    work: Work | None,
     cuts: Int32,
-    block: Block,
+    block: Block | None = None,
+    words: tuple | None = None,
 ) -> Int32:
-    """Make this mask warp's share of the bits of a partial block, number `cuts`."""
-    words = rules.make_bits(work, block, warp_rows)
+    """Make this mask warp's share of the bits of a partial block, number `cuts`, and send it.
+    words: those of a block for which they were made."""
+    if const_expr(words is None):
+        words = rules.make_bits(work, block, warp_rows)
     bits.acquire(cuts)
     warp_rows.store(bit_tile, words)
     if const_expr(any_bits is not None):

@@ -142,7 +142,7 @@ def cut(
     """
     begin, end = rules.key_blocks(work)
     is_cut = (first > 0) | (stop < num_places)
-    if const_expr(rules.args.bits.counts is not None):
+    if const_expr(hasattr(rules, "num_tiles")):  # of gathered keys
         total = rules.num_tiles(work)
         begin, end = (_share_of(total, place, num_places) for place in (first, stop))
     elif is_cut:

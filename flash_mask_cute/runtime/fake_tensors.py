@@ -124,7 +124,7 @@ def selection_bits(entries: str | None, gathers: bool = False) -> tuple[Any, ...
     key tiles such a tile may have chosen. entries: their dtype, if they are given in place of
     bits. gathers: lists of blocks are given in place of bits of tiles."""
     of_tiles = (None, None) if entries or gathers else (strided(4), strided(4))
-    lists = (strided(2), strided(3)) if gathers else ()
+    lists = (strided(2), strided(3)) if gathers and not entries else ()
     of_rows = strided(4, entries or "int32"), None, *int32_pair()
     return *of_rows, *of_tiles, int32(), *lists
 

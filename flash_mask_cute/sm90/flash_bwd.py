@@ -78,6 +78,7 @@ from flash_mask_cute.rules.token_mask import TokenMask, send_token_walks
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.flash_bwd_chain import make_chain
 from flash_mask_cute.sm90.flash_bwd_diagonals import diagonal_sums, make_bits_and_sums
+from flash_mask_cute.sm90.flash_bwd_limits import MAX_OWN_DIM
 from flash_mask_cute.sm90.flash_bwd_loads import BwdLoads
 from flash_mask_cute.sm90.flash_bwd_operands import Fragments
 from flash_mask_cute.sm90.flash_bwd_products import BlockProducts, pass_over
@@ -525,7 +526,8 @@ class FlashAttentionBackwardSm90:
             scores.acquire_summed(block)
             has_sums = work.has_scores & accumulate
             leaves_sums = self.splits_group or traits.by_query_lists
-            if const_expr(leaves_sums and traits.has_column_parts):
+            has_parts = traits.shares_keys and max(traits.tile_d, traits.tile_dv) > MAX_OWN_DIM
+            if const_expr(leaves_sums and has_parts):
                 given = gradients.blocks, work, has_sums, traits.by_query_lists
                 store_sum_rows(traits, acc_dV, traits.columns.dv, gradients.dv, *given)
                 store_sum_rows(traits, acc_dK, traits.columns.dk, gradients.dk, *given)

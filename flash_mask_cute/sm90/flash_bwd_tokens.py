@@ -146,7 +146,9 @@ class TokenSums(DqSums):
         if self._is_block(summed):
             for i in cutlass.range_constexpr(parts):
                 if const_expr(i > 0):
-                    self._free(number * parts + i - 1)
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                    self.channel.release(number * parts + i - 1)
                 self.channel.wait(number * parts + i)
                 if (lane < self.num_tokens) & (summed.row_block >= 0):
                     target = self.scratch.dq[summed.head_idx, summed.row_block, None].iterator
@@ -165,9 +167,6 @@ class TokenSums(DqSums):
     def free_staging(self, number: Int32, sent: Summed):
         """Wait until the last part of the dQ of block `number`, if it exists, has left."""
         if self._is_block(sent):
-            self._free((number + 1) * len(self.products) - 1)
-
-    def _free(self, number: Int32) -> None:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        self.channel.release(number)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            self.channel.release((number + 1) * len(self.products) - 1)

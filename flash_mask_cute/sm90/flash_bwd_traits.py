@@ -194,8 +194,8 @@ class BwdTraits(QueryBlockTraits):
     def tile_d(self) -> int:
         if self.cta_pair:
             return next(cols for cols in PAIR_WIDTHS if cols >= self.head_dim)
-        if self.by_query_lists:
-            return self.listed_width(self.head_dim)
+        if self.by_query_lists and alternating_sums(shared_width(self.head_dim), 1):
+            return MAX_OWN_DIM
         if self.num_row_groups > 1:
             return tile_columns(self.head_dim)
         if not self.shares_keys and alternating_sums(STEP_COLS * self.steps_d, self.num_ctas):
@@ -204,22 +204,11 @@ class BwdTraits(QueryBlockTraits):
 
     @property
     def tile_dv(self) -> int:
-        if self.by_query_lists and self.shares_keys:
-            return self.listed_width(self.head_dim_v)
+        if self.shares_tile and alternating_sums(shared_width(self.head_dim_v), 1):
+            return MAX_OWN_DIM
         if self.head_dim_v > MAX_OWN_DIM or self.shares_keys:
             return shared_width(self.head_dim_v)
         return tile_columns(self.head_dim_v)
-
-    @staticmethod
-    def listed_width(dim: int) -> int:
-        """Of tiles of listed queries, of whose dQ each warpgroup sums half in one product."""
-        width = shared_width(dim)
-        return MAX_OWN_DIM if alternating_sums(width, 1) else width
-
-    @property
-    def has_column_parts(self) -> bool:
-        """Whether each warpgroup has several parts of the columns of dK and dV."""
-        return self.shares_keys and max(self.tile_d, self.tile_dv) > MAX_OWN_DIM
 
     @property
     def steps_d(self) -> int:

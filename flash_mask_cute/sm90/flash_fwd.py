@@ -78,7 +78,7 @@ from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
 from flash_mask_cute.rules import bit_tile
 from flash_mask_cute.rules.forward_mask import ForwardMask
-from flash_mask_cute.rules.gathered_mask import GatheredMask
+from flash_mask_cute.rules.gathered_mask import GatheredEntries, GatheredMask
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.rules.mask_rules import (
     MaskArgs,
@@ -501,10 +501,13 @@ class FlashAttentionForwardSm90:
         lengths: Lengths, masks: MaskArgs, partials: Any,
     ):  # fmt: skip
         """A mask warp that also loads its share of the rows or boxes of pages."""
-        of_bits = self._rules(masks, lengths), self._mask_rows(mask_warp), tiles.bits, channels.bits
-        cut = partial(make_block_bits, *of_bits, None)
-        share = CopyShare(1 + mask_warp, self.loading_warps)
-        replace(loader, share=share, cut=cut).stream(channels.ring, channels.walk)
+        rules, rows = self._rules(masks, lengths), self._mask_rows(mask_warp)
+        cut = partial(make_block_bits, rules, rows, tiles.bits, channels.bits, None)
+        loader = replace(loader, share=CopyShare(1 + mask_warp, self.loading_warps), cut=cut)
+        if self.gathers and self.traits.tile_m <= DECODE_ROWS:
+            make_bits = partial(rules.make_bits, warp_rows=rows)
+            loader = replace(loader, make_bits=make_bits, no_bits=rows.fill(0))
+        loader.stream(channels.ring, channels.walk)
 
     def _mask_rows(self, mask_warp: Int32) -> MaskWarpRows:
         traits = self.traits
@@ -531,7 +534,8 @@ class FlashAttentionForwardSm90:
     def _rules(self, masks: MaskArgs, lengths: Lengths) -> ForwardMask:
         if self.gathers:
             of_kernel = self, wgmma.COLUMNS, masks, lengths
-            return GatheredMask.from_kernel(*of_kernel, block_k=self.gathers)
+            rules = GatheredEntries if masks.bits.are_entries else GatheredMask
+            return rules.from_kernel(*of_kernel, block_k=self.gathers)
         # in full blocks, a score_mod gets rows without a test whether they exist
         own_rows = wgmma.ROWS_PER_WARPGROUP if self.traits.lists_per_warpgroup else None
         return ForwardMask.from_kernel(

@@ -112,6 +112,47 @@ def test_decoding(simulator: ModuleType, page_size: int | None, queries: int, bl
         assert_close(out, wanted, eager, f"{num_splits} splits")
 
 
+@pytest.mark.parametrize("page_size", [16, 64, None])
+@pytest.mark.parametrize(("block", "dtype"), [(4, torch.int32), (8, torch.int64)])
+def test_entries_of_the_only_query(
+    simulator: ModuleType, block: int, dtype: torch.dtype, page_size: int | None
+) -> None:
+    """Repeated ones, tiles of blocks that do not exist, and none at all; other keys hold NaN."""
+    drawn = Composed.draw((3, 1, 600), (8, 2, 2), block, 140, seed=block)
+    used = torch.tensor([600, 131, 77])
+    chosen = drawn.selection.to(dtype)
+    chosen[:, 0, 0, 30:110] = torch.tensor([-1, 2**31 - 1, 600 // block + 1, -(2**31)]).repeat(20)
+    if dtype == torch.int64:
+        chosen[:, :, :, 3] = 2**32 + 1
+    chosen[0, 1, 0, 64:] = chosen[0, 1, 0, :76].flip(-1)
+    chosen[1, 1] = -1
+    keys = torch.arange(600)
+    is_seen = (chosen[..., None] == keys // block).any(3) & (keys < used.view(3, 1, 1, 1))
+    visible = is_seen.repeat_interleave(4, 1)
+    drawn = drawn._replace(selection=chosen, visible=visible)
+    wanted, eager = (drawn.attend(*map(f, drawn[:3])) for f in (Tensor.double, same))
+    # a row that sees nothing reads the first block
+    is_read = is_seen[:, :, 0] | (~is_seen[:, :, 0].any(-1, keepdim=True) & (keys < block))
+    caches = [x.where(is_read.transpose(1, 2)[..., None], torch.nan) for x in drawn[1:3]]
+    more: dict[str, Any] = {}
+    if page_size is not None:
+        pages = -(-600 // page_size)
+        room = (0, 0, 0, 0, 0, pages * page_size - 600)
+        padded = (torch.nn.functional.pad(x, room, value=torch.nan) for x in caches)
+        caches = [x.unflatten(1, (pages, page_size)).flatten(0, 1).flip(0) for x in padded]
+        more["page_table"] = torch.arange(3 * pages).flip(0).view(3, pages).int()
+    for num_splits in (0, 1, 3):
+        call = forward_call(
+            drawn.q, *caches, seqused_k=used.int(), causal=True, num_splits=num_splits, **more,
+            **drawn.arguments,
+        )  # fmt: skip
+        assert planned(call, Target(ARCH, num_sms=5)).problem.selection_dtype is not None
+        with quiet_run(simulator, num_splits):
+            out, lse = run_forward(call, sms=5)
+        assert_close(out, wanted, eager, f"{num_splits} splits")
+        assert lse is not None and lse[1, 4:].isneginf().all()
+
+
 def test_padding_and_entries_of_a_table(simulator: ModuleType) -> None:
     """Blocks count from the first key of a sequence."""
     drawn = Composed.draw((2, 3, 200), (4, 2, 2), 4, 30, seed=9)

@@ -317,14 +317,8 @@ SM90_BWD = (
         query_lists=128,
     ),
     BwdRow(
-        *(128, 128, 64, 2, 2, 1, 0),
-        "blocks of a few gathered queries; each warpgroup takes all keys and half the columns",
-        clears_dq=True,
-        query_lists=64,
-    ),
-    BwdRow(
         *(256, 256, 64, 2, 2, 1, 0),
-        "the same for wide heads, with two blocks of dO where they fit",
+        "blocks of a few gathered queries; each warpgroup takes all keys and half the columns",
         clears_dq=True,
         query_lists=64,
     ),
