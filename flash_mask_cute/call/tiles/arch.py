@@ -86,8 +86,8 @@ class ForwardKernel(AttentionKernel):
         load = self.load_wide
         if load is None or head_dim_v <= MAX_HEAD_DIM or tile_n < WIDE_TILE_N:
             return self
-        of_class = {"load_class": load, "load_traits": lambda: load().traits_type}
-        return replace(self, class_name="WideForwardSm90", **of_class)
+        name, load_traits = "WideForwardSm90", lambda: load().traits_type
+        return replace(self, class_name=name, load_class=load, load_traits=load_traits)
 
 
 class EntryKernels(NamedTuple):
