@@ -36,7 +36,9 @@ DIMS = (64, 264) if ARCH == "sm_90a" else (64,)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_largest_scores(simulator: ModuleType, case: Case, head_dim: int) -> None:
     """Also where a second tile is larger by less than 2**8, which renews no maximum in use."""
-    inputs = make_inputs(case if head_dim == 64 else replace(case, head_dim=head_dim))
+    inputs = make_inputs(
+        case if head_dim == 64 else replace(case, head_dim=head_dim, head_dim_v=head_dim)
+    )
     if case.lengths_k is None:
         inputs.k[:, 100:] *= 1.25
     _check(inputs)

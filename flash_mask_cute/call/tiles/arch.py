@@ -70,6 +70,7 @@ class ForwardKernel(AttentionKernel):
     rows: tuple[FwdRow, ...]
     packed_rows: int
     causal_each: bool
+    reads_fp8: bool
     has_polynomial: bool = False
     orders_sums: bool = False
     decodes_whole: bool = False
@@ -85,8 +86,8 @@ class ForwardKernel(AttentionKernel):
         load = self.load_wide
         if load is None or head_dim_v <= MAX_HEAD_DIM or tile_n < WIDE_TILE_N:
             return self
-        of_wide: dict[str, Any] = {"load_class": load, "load_traits": lambda: load().traits_type}
-        return replace(self, class_name="WideForwardSm90", **of_wide)
+        name, load_traits = "WideForwardSm90", lambda: load().traits_type
+        return replace(self, class_name=name, load_class=load, load_traits=load_traits)
 
 
 class EntryKernels(NamedTuple):
@@ -212,6 +213,7 @@ SM90 = ArchSpec(
         SM90_FWD,
         packed_rows=64,
         causal_each=True,
+        reads_fp8=True,
         orders_sums=True,
         decodes_whole=True,
         has_lists_per_warpgroup=True,
@@ -232,6 +234,7 @@ SM90 = ArchSpec(
         SM90_STATISTICS,
         packed_rows=64,
         causal_each=False,
+        reads_fp8=False,
         decodes_whole=True,
     ),
     tangent=ForwardKernel(
@@ -242,6 +245,7 @@ SM90 = ArchSpec(
         SM90_TANGENT,
         packed_rows=64,
         causal_each=False,
+        reads_fp8=False,
         most_head_dim=128,
     ),
 )
@@ -259,6 +263,7 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             SM103_FWD if fast_exp else SM100_FWD,
             packed_rows=32,
             causal_each=False,
+            reads_fp8=False,
             has_polynomial=True,
         ),
         BackwardKernel(

@@ -181,7 +181,8 @@ def test_the_grid_counts_both_ctas_of_a_tile() -> None:
     assert explained.work_tiles is not None and explained.grid == 2 * explained.work_tiles
     assert explained.backward is not None
     assert explained.backward.kernel == "WideBackwardSm90"
-    assert re.search("two CTAs share values", explained.reason)
+    assert explained.kernel == "WideForwardSm90"
+    assert re.search("two CTAs score half of the keys each", explained.reason)
 
 
 def test_explain_tells_of_the_cpu_path() -> None:
