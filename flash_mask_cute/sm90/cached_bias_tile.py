@@ -5,7 +5,7 @@ bytes. -inf hides a score.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -21,20 +21,6 @@ from flash_mask_cute.rules.mask_rules import WindowArgs
 from flash_mask_cute.sm90 import wgmma
 from flash_mask_cute.sm90.entry_sums import Places, SummedTensors
 from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, store_rows
-
-
-class BlockTraits(Protocol):
-    """block_m: queries of a block. adds: something is added to scores. sums: of dS over batch
-    entries. is_banded: causal masking or a window hides scores."""
-
-    dtype: type[cutlass.Numeric]
-    has_score_mod: bool
-    adds: bool
-    sums: bool
-    is_banded: bool
-
-    @property
-    def block_m(self) -> int: ...
 
 
 class ScoreArgs(NamedTuple):
@@ -107,8 +93,9 @@ def differentiate(
 ):
     """Round P and dS of a block into words, and add dS to its sums.
 
-    traits: `BlockTraits`. statistics: LSE, delta and, with a score_mod, reference (`statistic`).
-    added: by `evaluate`. exist: whether each of the thread's keys does. accs: S, dP and the sums.
+    traits: of a kernel with block_m queries in a block; adds: something to scores; sums: dS over
+    batch entries. statistics: LSE, delta and, with a score_mod, reference (`statistic`). added: by
+    `evaluate`. exist: whether each of the thread's keys does. accs: S, dP and the sums.
     """
     scores, dprobs = (wgmma.rows_by_cols(x) for x in accs[:2])
     for g in cutlass.range_constexpr(traits.block_m // 8):

@@ -70,7 +70,6 @@ class ForwardKernel(AttentionKernel):
     rows: tuple[FwdRow, ...]
     packed_rows: int
     causal_each: bool
-    reads_fp8: bool
     has_polynomial: bool = False
     orders_sums: bool = False
     decodes_whole: bool = False
@@ -213,7 +212,6 @@ SM90 = ArchSpec(
         SM90_FWD,
         packed_rows=64,
         causal_each=True,
-        reads_fp8=True,
         orders_sums=True,
         decodes_whole=True,
         has_lists_per_warpgroup=True,
@@ -234,7 +232,6 @@ SM90 = ArchSpec(
         SM90_STATISTICS,
         packed_rows=64,
         causal_each=False,
-        reads_fp8=False,
         decodes_whole=True,
     ),
     tangent=ForwardKernel(
@@ -245,7 +242,6 @@ SM90 = ArchSpec(
         SM90_TANGENT,
         packed_rows=64,
         causal_each=False,
-        reads_fp8=False,
         most_head_dim=128,
     ),
 )
@@ -263,7 +259,6 @@ def _blackwell(fast_exp: bool) -> ArchSpec:
             SM103_FWD if fast_exp else SM100_FWD,
             packed_rows=32,
             causal_each=False,
-            reads_fp8=False,
             has_polynomial=True,
         ),
         BackwardKernel(
