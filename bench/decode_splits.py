@@ -5,12 +5,13 @@ pass, n > 1 that many splits of each work tile, 0 equal stream-K chunks. The est
 `call/tiles/decode_costs.py` is fitted to such lines. Each way is compared with fp32 before it is
 timed, and ways take turns.
 
-    python -m bench.decode_splits --out FILE --compile 12
+    python -m bench.decode_splits '32/8_*' --out FILE --compile 12
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
 import itertools
 import json
@@ -67,14 +68,15 @@ VARYING: tuple[tuple[tuple[int, int], int, tuple[tuple[Any, ...], ...]], ...] = 
 )  # fmt: skip
 
 
-def cases() -> Iterator[tuple[DecodeCase, bool]]:
-    """A case with one page size, and whether its lengths are on the device."""
+def cases(pattern: str) -> Iterator[tuple[DecodeCase, bool]]:
+    """A case with one page size, and whether its lengths are on the device. pattern: of names."""
     for (heads, d, shapes), varies in itertools.chain(
         ((x, False) for x in EQUAL), ((x, True) for x in VARYING)
     ):
         for batch, keys, queries, *page in shapes:
-            name = f"{heads[0]}/{heads[1]} d{d} {batch}x{keys} q{queries}"
-            yield DecodeCase(name, batch, keys, heads, d, queries, tuple(page) or (0,)), varies
+            name = f"{heads[0]}/{heads[1]}_d{d}_{batch}x{keys}_q{queries}"
+            if fnmatch.fnmatch(name, pattern):
+                yield DecodeCase(name, batch, keys, heads, d, queries, tuple(page) or (0,)), varies
 
 
 def _told(case: DecodeCase, p: Any, varies: bool) -> Json:
@@ -86,10 +88,10 @@ def _told(case: DecodeCase, p: Any, varies: bool) -> Json:
     return told
 
 
-def compile_part(part: int, parts: int) -> None:
+def compile_part(part: int, parts: int, pattern: str) -> None:
     """Compile this part of the kernels, into the cache on disk."""
     done: set[Any] = set()
-    for case, varies in cases():
+    for case, varies in cases(pattern):
         (heads_q, heads_kv), page = case.heads, case.pages[0]
         shape = (case.batch, case.most_keys)
         if page:
@@ -153,6 +155,7 @@ def measure(case: DecodeCase, varies: bool) -> Json:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pattern", nargs="?", default="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile", type=int, default=1)
     parser.add_argument("--part", type=int)
@@ -163,9 +166,10 @@ def main() -> None:
     splits._has_known_cost = lambda facts, problem: False
     splits.are_enough_tiles = lambda *of_call: False
     if options.part is not None:
-        compile_part(options.part, options.compile)
+        compile_part(options.part, options.compile, options.pattern)
         return
-    command = [sys.executable, "-m", "bench.decode_splits", "--compile", str(options.compile)]
+    command = [sys.executable, "-m", "bench.decode_splits", options.pattern]
+    command += ["--compile", str(options.compile)]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     parts = [
         subprocess.Popen([*command, "--part", str(i)], env=env) for i in range(options.compile)
@@ -174,7 +178,7 @@ def main() -> None:
         part.wait()
     sys.stderr.write(f"compiled after {time.time() - begin:.0f} s\n")
     timing.FOOTPRINT = FOOTPRINT
-    for case, varies in cases():
+    for case, varies in cases(options.pattern):
         if time.time() - begin > options.seconds - LIMIT_S:
             break
         line = json.dumps(measure(case, varies))

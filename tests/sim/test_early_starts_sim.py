@@ -20,11 +20,11 @@ WAIT = "griddepcontrol.wait;"
 
 
 def step() -> None:
-    """A key is appended, and a query attends to all in two splits."""
-    q, k = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(1, 300, 2, 64).bfloat16()
-    given = Append(k, k.clone(), k[:, :1].clone(), k[:, :1].clone(), q, torch.tensor([299]).int())
+    """A key is appended, and a query attends to all, in stream-K."""
+    q, k = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(1, 700, 2, 64).bfloat16()
+    given = Append(k, k.clone(), k[:, :1].clone(), k[:, :1].clone(), q, torch.tensor([699]).int())
     q, total = append(given, Target(ACTIVE_ARCH, num_sms=2))
-    run_on_simulator(forward_call(q, k, given.v_cache, seqused_k=total, num_splits=2))
+    run_on_simulator(forward_call(q, k, given.v_cache, seqused_k=total, num_splits=0))
 
 
 def edited(simulator: ModuleType, edit: Callable[[str], str]) -> Callable[..., Any]:
