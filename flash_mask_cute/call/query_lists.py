@@ -14,14 +14,14 @@ from flash_mask_cute.call.facts import CallFacts
 from flash_mask_cute.call.masks import ResolvedMasks
 from flash_mask_cute.call.problem import AttentionProblem, FwdShapes
 from flash_mask_cute.core.packed_heads import padded_group, rows_of_listed
-from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_CTAS
+from flash_mask_cute.limits import MOST_CTAS
 from flash_mask_cute.mask_prep.query_lists import CHUNK_ROWS, ListExtents, ListFacts
 from flash_mask_cute.mods.traits import find_reliance
 
 # rows of a block of queries, and query heads of a group at most
 ROWS = MOST_HEADS = 64
-# keys of a work tile, more of them first: each warpgroup has 64, or both have the same, as always
-# in heads above OWN_DIM
+# keys of a work tile, more of them first: each warpgroup has 64, or, in heads above OWN_DIM always,
+# both have the same
 TILES_N, OWN_DIM = (128, 64), 128
 # least and most bytes of the rows in a range of queries, which should mostly stay in the L2 cache
 L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20
@@ -53,7 +53,6 @@ def why_bits(facts: CallFacts, problem: AttentionProblem) -> str | None:
         f"blocks of {selected.block_size} keys, fewer than {TILES_N[-1]}": (
             selected.block_size < TILES_N[-1]
         ),
-        f"head dimensions {d}/{d_v}, above {MAX_HEAD_DIM}": max(d, d_v) > MAX_HEAD_DIM,
         f"groups of {group} query heads beside {max(d, d_v)} columns": fills < 0.5,
         "one batch entry of keys for all sequences": problem.shared_kv,
         "config": facts.has_config,

@@ -16,8 +16,7 @@ from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen
 from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.dtypes import dtype_name
 
-# Keys of the largest blocks whose keys are gathered. Entries of a query that are compared with each
-# other where that takes less time than their keys.
+# keys of the largest blocks that are gathered; entries of a query, compared while keys are copied
 MOST_GATHERED, MOST_COMPARED = 8, 1024
 
 
@@ -45,8 +44,8 @@ def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan
     gathers = 0 if why_whole_tiles(plan) else selected.block_size
     is_whole = selected.block_size % tile_n == 0
     is_short = gathers > 0 and selected.indices.shape[-1] <= MOST_COMPARED
-    decides_alone = shapes.seqlen_q == 1 and not problem.varlen_q and mask_mod is None
-    decides_alone = decides_alone and (is_whole or is_short)
+    is_alone = shapes.seqlen_q == 1 and not problem.varlen_q and mask_mod is None
+    decides_alone = is_alone and (is_whole or is_short)
     shares_mask = False
     if problem.packed_heads > 1 and mask_mod is not None:
         shares_mask = not find_reliance(mask_mod, problem).head

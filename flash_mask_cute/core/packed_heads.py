@@ -11,8 +11,8 @@ def padded_group(heads: int) -> int:
 
 def rows_of_listed(heads: int, dim: int) -> int:
     """Tile rows of a listed query with all heads of a group (`query_lists`): as `padded_group`, and
-    at least two, whose statistics are copied in whole units of 16 bytes. Beside rows of more than
-    224 columns there is room for the numbers of 8 queries."""
+    at least two, whose statistics are copied in whole units of 16 bytes; 8 beside more than 224
+    columns, which leave room for the numbers of so few queries."""
     return max(padded_group(heads), 2 if dim <= 224 else 8)
 
 

@@ -157,11 +157,9 @@ class GatheredEntries(GatheredMask):
 
     @property
     def _per_tile(self) -> int:
-        """Entries of a tile, at most as many as lanes."""
         return self.block_info.tile_n // self.block_k
 
     def list_of(self, work: Work) -> Int32:
-        """The number of a head's entries."""
         entries = self._bits.visible
         place = self.selection_place(entries, work, work.head_idx, Int32(0), Int32(0))
         return place[0] * entries.shape[1] + place[1]

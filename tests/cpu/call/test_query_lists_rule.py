@@ -38,6 +38,9 @@ def test_lists() -> None:
     """Beside what other arguments: plan rows with `selected`."""
     more: dict[str, Any] = {"causal": True, "softcap": 3.0, "q_start": 5}
     assert selection_of((24, 2, 2), (128, 128), 64, **more).startswith("query lists")
+    for dims in ((80, 80), (64, 96), (192, 128), (256, 256)):
+        assert selection_of(dims=dims).startswith("query lists"), dims
+    assert selection_of((6, 2, 2), (256, 256)).startswith("query lists")
 
 
 @pytest.mark.parametrize(
@@ -48,9 +51,7 @@ def test_lists() -> None:
         ("groups of 65 query heads", {"heads": (65, 1, 1)}),
         ("a selection by query head", {"heads": (16, 2, 16)}),
         ("blocks of 32 keys", {"block": 32}),
-        ("head dimensions 80/80", {"dims": (80, 80)}),
-        ("head dimensions 64/96", {"dims": (64, 96)}),
-        ("head dimensions 192/128", {"dims": (192, 128)}),
+        ("groups of 2 query heads beside 232 col", {"heads": (4, 2, 2), "dims": (64, 232)}),
     ],
 )
 def test_bits(why: str, given: dict[str, Any]) -> None:
