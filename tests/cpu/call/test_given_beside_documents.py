@@ -83,6 +83,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("by_operator", [False, True])

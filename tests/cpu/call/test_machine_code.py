@@ -126,6 +126,7 @@ def waits_for_no_load(x: Instruction, boards: set[int | None]) -> Instruction:
     return x._replace(waits=x.waits - boards) if x.opcode != "LDS" else x
 
 
+@pytest.mark.shares(3)
 @NEEDS_DISASSEMBLER
 @pytest.mark.parametrize(
     "name", ["sm100-bwd-d64-full", "sm100-bwd-d96-full", "sm100-bwd-d128-full"]
@@ -143,7 +144,7 @@ def test_dq_is_released_when_it_is_in_registers(
 
 
 @NEEDS_DISASSEMBLER
-@pytest.mark.shares(12)
+@pytest.mark.shares(36)
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_no_arrival_while_tensor_memory_is_in_use(name: str, tmp_path: Path) -> None:
     """Nor is an mbarrier of the other CTA arrived on for the threads of one CTA only."""

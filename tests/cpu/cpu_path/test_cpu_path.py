@@ -65,6 +65,7 @@ def test_tile_walk_against_oracle(case: Case, tile: tuple[int, int]) -> None:
         check(run_cpu_path(inputs, *tile, pack_gqa), inputs)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_fuzzed_feature_pairs(seed: int) -> None:
     inputs = make_inputs(random_case(random.Random(seed)))
@@ -72,6 +73,7 @@ def test_fuzzed_feature_pairs(seed: int) -> None:
     check(run_cpu_path(inputs, pack_gqa=pack_gqa), inputs)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_fuzzed_masks(seed: int) -> None:
     rng = random.Random(seed)
@@ -135,6 +137,7 @@ def test_development_dtypes(dtype: torch.dtype) -> None:
     assert_close_to_oracle(outputs.out, outputs.lse, inputs, lse_atol=LSE_ATOL)
 
 
+@pytest.mark.shares(3)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES, ids=lambda case: case.id)
 def test_public_call_against_oracle(case: Case) -> None:

@@ -258,6 +258,7 @@ def test_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mask.pin_memory() is mask
 
 
+@pytest.mark.shares(3)
 def test_saved_and_loaded(tmp_path: Path) -> None:
     """`torch.load` loads weights only, in this process and in one that only imports the package."""
     masks = [

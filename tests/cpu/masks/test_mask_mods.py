@@ -208,6 +208,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_masks_of_models(name: str) -> None:
     family = FAMILIES[name]
@@ -226,6 +227,7 @@ CACHED = (
 )  # fmt: skip
 
 
+@pytest.mark.shares(3)
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
 def test_queries_behind_a_cache(name: str, kind: Any) -> None:
@@ -290,6 +292,7 @@ def random_mod(rng: random.Random, x: Tokens, depth: int) -> Mod:
     return made if rng.random() < 0.8 else lambda b, h, q, k: ~made(b, h, q, k)
 
 
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("part", range(4))
 def test_random_masks(part: int) -> None:
     """None, or right; and None only if a key has several ranges or the finder does not see it."""

@@ -60,6 +60,7 @@ def said(package: str) -> str:
     )
 
 
+@pytest.mark.shares(3)
 def test_without_the_dsl() -> None:
     calls = (
         "_flash_attn_fwd(q, q, q)",
