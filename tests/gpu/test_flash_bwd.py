@@ -100,14 +100,7 @@ def test_against_oracle(case: Case) -> None:
     check(make_inputs(case, "cuda"), has_dlse=False)
 
 
-@pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize(
-    "case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES, ids=lambda case: case.id
-)
-def test_masks_against_oracle(case: Case) -> None:
-    check(make_inputs(case.packed_if_supported(), "cuda"))
-
-
+@pytest.mark.shares(2)
 @pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
 @pytest.mark.parametrize("case", DOCUMENT_CASES, ids=lambda case: case.id)
 def test_documents_that_mask_bits_show(case: Case) -> None:
@@ -157,10 +150,13 @@ LARGE_CASES = (
 LARGE_IN_ORDER = ("large-d128-causal", "large-d64-gqa4-window", "large-columns", "large-documents")
 
 
+ALL_MASKS = MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES
+
+
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.id)
-def test_large_problems(case: Case) -> None:
-    check(make_inputs(case, "cuda"))
+@pytest.mark.parametrize("case", ALL_MASKS + LARGE_CASES, ids=lambda case: case.id)
+def test_masks_and_large_problems(case: Case) -> None:
+    check(make_inputs(case.packed_if_supported(), "cuda"))
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
@@ -395,7 +391,7 @@ TURN_CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.shares(2)
+@pytest.mark.shares(3)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", TURN_CASES + WIDE_CASES, ids=lambda case: case.id)
 def test_wide_heads(case: Case) -> None:
@@ -509,7 +505,7 @@ def test_deterministic(case: Case) -> None:
     check_bits(case, *[{}] * 9)
 
 
-@pytest.mark.shares(3)
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda case: case.id)
 def test_skipping_changes_no_ordered_bit(case: Case) -> None:
     check_bits(case, {"config": {"skip_blocks": False}})

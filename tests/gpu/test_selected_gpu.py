@@ -54,7 +54,7 @@ def results_of(function: Any, drawn: Drawn) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-@pytest.mark.shares(3)
+@pytest.mark.shares(4)
 @pytest.mark.parametrize("seed", range(DRAWN.most))
 def test_draws(seed: int) -> None:
     kind = seed % KINDS

@@ -50,6 +50,7 @@ def check_cache_call(call: CacheCall) -> None:
 SEEDS = 0, 1, 2, 3, 5, 9, 12, 14, 16, 19, 23, 30
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_calls(seed: int) -> None:
     sizes = (1, 5, 16, 64, 128, 256)

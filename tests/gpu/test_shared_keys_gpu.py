@@ -19,7 +19,7 @@ from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
 pytestmark = pytest.mark.gpu
 BF16, INT, CUDA = torch.bfloat16, torch.int32, torch.device("cuda")
 # each case compiles ten kernels
-test_forward, test_backward = map(pytest.mark.shares(2), (test_forward, test_backward))
+test_forward, test_backward = map(pytest.mark.shares(4), (test_forward, test_backward))
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 300])

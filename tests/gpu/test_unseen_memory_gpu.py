@@ -49,6 +49,7 @@ def check(inputs: Inputs, hostile: Hostile, **more: bool) -> None:
     hostile.assert_close(backward(hostile.inputs, results, hostile.dout, hostile.dlse, **more))
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("case", UNUSED, ids=lambda case: case.id)
 def test_rows_that_are_not_in_use(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
@@ -56,6 +57,7 @@ def test_rows_that_are_not_in_use(case: Case) -> None:
         check(inputs, with_unused_gradients(inputs, value))
 
 
+@pytest.mark.shares(2)
 @pytest.mark.parametrize("case", EMPTY_CASES, ids=lambda case: case.id)
 def test_rows_of_queries_that_see_nothing(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
