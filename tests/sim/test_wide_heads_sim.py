@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from quiet_runs import quiet_run
 from simulated_forward import DELAY_SEEDS, launch_on_simulator, run_sim
 from slow_roles import ISLANDS, SEED, add_islands, with_each_role_slow
 from tolerances import assert_close_to_oracle
+from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 from wide_cases import WIDE_CASES
 from wide_heads_on_devices import (  # noqa: F401
     test_against_oracle,
@@ -69,3 +71,15 @@ def test_equal_bits(simulator: ModuleType, fields: dict[str, Any]) -> None:
         assert_close_to_oracle(*found[-1], inputs)
     for others in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("position", [0, 3, 4, 5, 6])
+def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
+    case = replace(UNUSED_CASES[position], head_dim=264, head_dim_v=264)
+    run_sim(simulator, with_unused(make_inputs(case), (NAN, INF)[position % 2]), (SEED,), sms=SMS)
+
+
+@pytest.mark.parametrize("position", [0, 5, 6, 8])
+def test_rows_of_queries_that_see_nothing(simulator: ModuleType, position: int) -> None:
+    case = replace(EMPTY_CASES[position], head_dim=264, head_dim_v=264)
+    run_sim(simulator, with_empty(make_inputs(case), NAN).inputs, (SEED,), sms=SMS)
