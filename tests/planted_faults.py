@@ -272,8 +272,9 @@ def noticed(fault: Fault, seed: str, given: Sequence[str], workers: int) -> Outc
                 failed = f"later than {LIMIT_S:.0f} s"
                 break
             said += done.stdout[-2000:]
-            if done.returncode == 1:
-                found = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+            found = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+            # 2 where workers are stopped by a failure of another one
+            if done.returncode == 1 or (done.returncode == 2 and found):
                 failed = found[0] if found else "a test"
                 break
             if done.returncode not in (0, 5):
