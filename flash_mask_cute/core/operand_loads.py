@@ -173,7 +173,9 @@ class OperandLoads:
         if const_expr(self.cut is not None):
             state = state._replace(cuts=Int32(0))
         if const_expr(self.make_bits is not None):
-            state = state._replace(bits=(self.no_bits,) * max(self.k.channel.stages - 1, 1))
+            # more would keep a place of values from them
+            late = min(self.k.channel.stages, self.v.channel.stages) - 1
+            state = state._replace(bits=(self.no_bits,) * late)
         while ring.wait(tile):
             work = ring.read(tile)
             if const_expr(self.cut is None and not self.queries_late):

@@ -504,7 +504,7 @@ class FlashAttentionForwardSm90:
         rules, rows = self._rules(masks, lengths), self._mask_rows(mask_warp)
         cut = partial(make_block_bits, rules, rows, tiles.bits, channels.bits, None)
         loader = replace(loader, share=CopyShare(1 + mask_warp, self.loading_warps), cut=cut)
-        if self.gathers and self.traits.tile_m <= DECODE_ROWS:
+        if self.gathers and self.traits.tile_m <= DECODE_ROWS and self.traits.stages_kv > 1:
             make_bits = partial(rules.make_bits, warp_rows=rows)
             loader = replace(loader, make_bits=make_bits, no_bits=rows.fill(0))
         loader.stream(channels.ring, channels.walk)

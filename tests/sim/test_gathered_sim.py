@@ -112,10 +112,18 @@ def test_decoding(simulator: ModuleType, page_size: int | None, queries: int, bl
         assert_close(out, wanted, eager, f"{num_splits} splits")
 
 
-@pytest.mark.parametrize("page_size", [16, 64, None])
-@pytest.mark.parametrize(("block", "dtype"), [(4, torch.int32), (8, torch.int64)])
+@pytest.mark.parametrize(
+    ("block", "dtype", "dim", "page_size"),
+    [
+        (4, torch.int32, 64, 16),
+        (4, torch.int64, 256, 64),
+        (8, torch.int64, 64, 64),
+        (8, torch.int32, 256, None),
+        (4, torch.int64, 64, None),
+    ],
+)
 def test_entries_of_the_only_query(
-    simulator: ModuleType, block: int, dtype: torch.dtype, page_size: int | None
+    simulator: ModuleType, block: int, dtype: torch.dtype, dim: int, page_size: int | None
 ) -> None:
     """Repeated ones, tiles of blocks that do not exist, and none at all; other keys hold NaN."""
     drawn = Composed.draw((3, 1, 600), (8, 2, 2), block, 140, seed=block)
@@ -130,6 +138,8 @@ def test_entries_of_the_only_query(
     is_seen = (chosen[..., None] == keys // block).any(3) & (keys < used.view(3, 1, 1, 1))
     visible = is_seen.repeat_interleave(4, 1)
     drawn = drawn._replace(selection=chosen, visible=visible)
+    q, k, v = (x.repeat_interleave(dim // 64, -1).roll(1, -1) for x in drawn[:3])
+    drawn = drawn._replace(q=q, k=k, v=v)
     wanted, eager = (drawn.attend(*map(f, drawn[:3])) for f in (Tensor.double, same))
     # a row that sees nothing reads the first block
     is_read = is_seen[:, :, 0] | (~is_seen[:, :, 0].any(-1, keepdim=True) & (keys < block))
