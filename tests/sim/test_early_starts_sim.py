@@ -37,9 +37,12 @@ def test_who_does_not_wait_is_noticed(
 ) -> None:
     """Without its wait, each of the kernels reads or writes what is not there yet."""
     launches: list[str] = []
-    monkeypatch.setattr(
-        simulator, "run", edited(simulator, lambda ptx: launches.append(ptx) or ptx)
-    )
+
+    def seen(ptx: str) -> str:
+        launches.append(ptx)
+        return ptx
+
+    monkeypatch.setattr(simulator, "run", edited(simulator, seen))
     step()
     early = [ptx for ptx in launches if WAIT in ptx]
     assert len(launches) == 3 and len(early) == (3 if ACTIVE_ARCH == HOPPER else 2)

@@ -92,7 +92,9 @@ class DecodeCosts(NamedTuple):
     def of_chunks(self, work: DecodingWork, num_sms: int) -> float:
         blocks = work.tiles * math.ceil(work.keys / KEYS)
         time = self._wave(work, KEYS * math.ceil(blocks / num_sms), num_sms // 2, num_sms)
-        return self.launch + self.chunks + max(time, blocks * work.block_mb / self.stream)
+        time = max(time, blocks * work.block_mb / self.stream)
+        numbers = num_sms * work.rows * work.head_dim / work.tiles
+        return self.launch + self.chunks + self.combine_of_number * numbers + time
 
     def cheapest(self, work: DecodingWork, num_sms: int) -> int:
         """Splits of each work tile, 1 for one pass, and 0 for equal stream-K chunks."""
@@ -108,16 +110,16 @@ class DecodeCosts(NamedTuple):
 
 # Fitted to times of 143 shapes, H200, 28 and 29 November 2026 (docs/inside_serving.md).
 HOPPER_COSTS = DecodeCosts(
-    stream=4.61,
-    pair=0.0887,
-    block=0.424,
-    block_of_column=0.0032,
-    column=0.0061,
-    walk=0.131,
-    last_wave=0.474,
-    launch=4.46,
-    combine=1.25,
-    combine_batch=0.5,
-    combine_of_number=1.04e-5,
-    chunks=4.44,
+    stream=4.58,
+    pair=0.0856,
+    block=0.412,
+    block_of_column=0.0029,
+    column=0.006,
+    walk=0.09,
+    last_wave=0.48,
+    launch=3.95,
+    combine=2.16,
+    combine_batch=0.66,
+    combine_of_number=6.5e-6,
+    chunks=3.62,
 )
