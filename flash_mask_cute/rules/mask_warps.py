@@ -122,7 +122,7 @@ def make_block_bits(
     block: Block | None = None,
     words: tuple | None = None,
 ) -> Int32:
-    """Make this mask warp's share of bits of partial block number `cuts`, or send `words`."""
+    """Make this mask warp's share of a partial block's bits, number `cuts`, or send `words`."""
     if const_expr(words is None):
         words = rules.make_bits(work, block, warp_rows)
     bits.acquire(cuts)

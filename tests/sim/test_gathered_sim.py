@@ -50,7 +50,7 @@ def test_what_nobody_chose_is_not_read(simulator: ModuleType) -> None:
     given = [torch.where(is_used, x, torch.nan) for x in (drawn.k, drawn.v)]
     seen = drawn.seen(keys < used.view(2, 1, 1, 1))
     wanted, eager = (seen.attend(*(f(x) for x in (drawn.q, *clean))) for f in (Tensor.double, same))
-    for config in (None, {"tile_m": 64}, {"tile_n": 128}):
+    for config in (None, {"tile_m": 64}, {"tile_n": 128}, {"tile_m": 64, "num_stages": 2}):
         call = forward_call(drawn.q, *given, seqused_k=used, config=config, **drawn.arguments)
         with quiet_run(simulator, 1):
             out, _ = run_forward(call)

@@ -34,11 +34,11 @@ def test_groups(simulator: ModuleType, group: int) -> None:
     drawn.seen(j <= i).check()
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(8))
 def test_draws(simulator: ModuleType, number: int) -> None:
-    """Packed and dense, causal or not, windows, soft caps, d of 64 and 128, padded groups."""
+    """Packed and dense, causal or not, windows, soft caps, d of 64 to 256, padded groups."""
     drawn = draw(100 + number, 64, (128,), 330)
-    heads = (8, 4, 12, 2, 1, 6)[number], (64, 128)[number // 2 % 2]
+    heads = (8, 4, 12, 2, 1, 6, 3, 32)[number], (64, 128, 64, 256)[number // 2]
     check_backward(regroup(drawn, *heads, (128, 64, 256)[number % 3]), number)
 
 

@@ -134,6 +134,34 @@ def test_a_mask_mod(simulator: ModuleType, heads: tuple[int, int, int], by_head:
     check(simulator, drawn, sink=sink)
 
 
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        ("mods", (16, 1, 1)),
+        ("mask_mod", (6, 2, 2)),
+        ("columns", (24, 2, 1)),
+        ("window", (64, 1, 1)),
+    ],
+)
+def test_wide_heads(simulator: ModuleType, kind: str, heads: tuple[int, int, int]) -> None:
+    i, j = positions(70, 300, 200)
+    drawn = Composed.draw((1, 70, 300), heads, 64, 2, q_start=200)
+    q, k, v = (x.repeat_interleave(4, -1).roll(1, -1) for x in drawn[:3])
+    drawn = drawn._replace(q=q, k=k, v=v)
+    if kind == "window":
+        seen = (j <= i) & (j >= i - 150)
+        drawn = drawn.seen(seen, causal=True, window_size_left=150)
+    elif kind == "mask_mod":
+        rule = sees_by_head(0, torch.arange(6)[:, None, None], i, j)
+        mods = resolve_mods(None, sees_by_head, None, "cpu")
+        drawn = drawn.seen(rule, mask_mod=mods.mask_mod)
+    elif kind == "columns":
+        start = (200 + j % 70).int().view(1, 1, 300, 1)
+        mask = ColumnMask(start.expand(1, 2, 300, 1).contiguous(), causal=True)
+        drawn = drawn.seen((j <= i) & (i < start.view(1, -1)), startend_row_indices=mask)
+    check(simulator, drawn, "slopes" if kind == "mods" else "")
+
+
 def hides_a_head(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return torch.where((h == 0) & (i % 3 == 0), -torch.inf, score)
 
