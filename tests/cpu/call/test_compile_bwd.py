@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bwd_calls import bwd_keywords
 from cases import BF16, Case
-from compiled_code import LARGE_SWEEP, SWEEP
+from compiled_code import SWEEP
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 from planned import planned
@@ -205,7 +205,7 @@ SECOND = (
 )
 
 
-@LARGE_SWEEP
+@SWEEP
 @pytest.mark.parametrize(
     ("name", "arch"),
     [(name, "sm_100a") for name in BLACKWELL] + [(name, "sm_103a") for name in SECOND],

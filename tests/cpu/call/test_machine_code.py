@@ -144,7 +144,7 @@ def test_dq_is_released_when_it_is_in_registers(
 
 
 @NEEDS_DISASSEMBLER
-@pytest.mark.shares(36)
+@pytest.mark.shares(48)
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_no_arrival_while_tensor_memory_is_in_use(name: str, tmp_path: Path) -> None:
     """Nor is an mbarrier of the other CTA arrived on for the threads of one CTA only."""

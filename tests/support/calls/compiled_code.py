@@ -20,9 +20,8 @@ from flash_mask_cute.runtime.machine_code import disassemblers, disassembly
 from flash_mask_cute.runtime.target import Target
 
 TARGET = Target.default()
-# Of tests whose cases compile a kernel each, for seconds, `make test` runs every 24th one a day;
-# of those with more than a hundred, every 48th.
-SWEEP, LARGE_SWEEP = pytest.mark.shares(24), pytest.mark.shares(48)
+# Of tests whose cases compile a kernel each, for seconds, `make test` runs every 48th one a day.
+SWEEP = pytest.mark.shares(48)
 NEEDS_DISASSEMBLER = pytest.mark.skipif(
     next(disassemblers(), None) is None, reason="nothing here can read machine code"
 )
