@@ -125,10 +125,6 @@ class CompileCache:
             return found
         return self._miss(memory_key, lambda: self._entry(name, key(), arch, options), build)
 
-    def clear_memory(self) -> None:
-        """Forget the kernels of this process; the entries on disk stay."""
-        self._memory.clear()
-
     def usage(self) -> CacheUsage:
         """The current disk usage of the cache. No folder is made."""
         try:
