@@ -266,7 +266,6 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
 def _from_operator(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, arguments: Iterable[Any]
 ) -> AttentionCall:
-    """The call with these arguments of an operator."""
     x = dict(zip(_ARGUMENTS, arguments, strict=True))
     lists: Any = None
     mask = documents = None

@@ -243,7 +243,6 @@ def _band(call: _Call, seqlen_q: int, seqlen_k: int) -> dict[str, Any] | None:
 
 
 def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that all broadcast to."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError as error:
