@@ -141,9 +141,9 @@ def _usable_device() -> tuple[torch.device, str]:
     usable = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        capability = torch.cuda.get_device_capability(device)
-        name = f"{torch.cuda.get_device_name(device)}, compute capability {_dotted(capability)}"
-        if capability in ARCHS:
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        if (major, minor) in ARCHS:
             _say(str(device), f"{name}: kernels for {Target.from_device(device).arch}")
             usable.append(device)
         else:
@@ -154,10 +154,6 @@ def _usable_device() -> tuple[torch.device, str]:
         _say("GPU", f"torch sees none; kernels exist for {_WITH_KERNELS}")
         return torch.device("cpu"), "calls on CPU tensors"
     return torch.device("cpu"), _NO_KERNELS
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return "{}.{}".format(*capability)
 
 
 def _driver() -> str:

@@ -550,9 +550,6 @@ class _Kept(Generic[_Made]):
         self._make = make
         self._entries: dict[Any, _Entry] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(
         self,
         lists: BlockSparseTensorsTorch,
@@ -585,12 +582,11 @@ class _Kept(Generic[_Made]):
         """Keep a result for these tensors, as they are now."""
         tensors = [tensor for _, tensor in named_tensors(lists) if tensor is not None]
         key = tuple(map(id, tensors)), lists.block_size, sizes
-        references = [weakref.ref(tensor, lambda _: self._drop(key)) for tensor in tensors]
+        references = [
+            weakref.ref(tensor, lambda _: self._entries.pop(key, None)) for tensor in tensors
+        ]
         versions = [tensor._version for tensor in tensors]
         self._entries[key] = _Entry(references, versions, _is_capturing(tensors[0]), result)
-
-    def _drop(self, key: Any) -> None:
-        self._entries.pop(key, None)
 
 
 def _retile(

@@ -99,14 +99,11 @@ class _Reader:
         self._translator = translator
 
     def is_made_inside(self, value: Any) -> bool:
-        from torch._dynamo.variables.functions import (
-            FunctoolsPartialVariable,
-            NestedUserFunctionVariable,
-        )
+        from torch._dynamo.variables import functions
 
-        if isinstance(value, FunctoolsPartialVariable) and value.source is None:
+        if isinstance(value, functions.FunctoolsPartialVariable) and value.source is None:
             return True
-        return isinstance(value, NestedUserFunctionVariable)
+        return isinstance(value, functions.NestedUserFunctionVariable)
 
     def read(self, value: Any, steps: Steps) -> Any:
         """A Python object that stands for the value."""

@@ -37,6 +37,7 @@ from flash_mask_cute.runtime.constant_result import (
     assume_constant_result,
     of_constants,
 )
+from flash_mask_cute.runtime.dtypes import dtype_name
 
 # in place of the name of a CuTe mod
 OF_CUTE = "cute"
@@ -122,19 +123,14 @@ def _resolved_mods(
     tensor comes from; where functions are whose code is guarded; numbers that are constants."""
     mods = of_constants(score_function, score_owner), of_constants(mask_function, mask_owner)
     inside = tuple(made_inside(x) if isinstance(x, str) else None for x in mods)
-    score_mod, mask_mod = (x if y is None else y.mod for x, y in zip(mods, inside, strict=True))
+    mods = tuple(x if y is None else y.mod for x, y in zip(mods, inside, strict=True))
     # a mod is traced by itself, not as a part of what is traced around it
     with torch._guards.tracing(None):
-        return _resolve_both(score_mod, mask_mod, given, device, must, inside)
+        return _resolve_both(mods, inside, given, device, must)
 
 
 def _resolve_both(
-    score_mod: Any,
-    mask_mod: Any,
-    given: int,
-    device: str,
-    must: bool,
-    inside: tuple[MadeInside | None, ...],
+    mods: Sequence[Any], inside: Sequence[MadeInside | None], given: int, device: str, must: bool
 ) -> tuple[Any, ...]:
     lowered: list[Any] = []
     called = ["", ""]
@@ -143,9 +139,9 @@ def _resolve_both(
     functions: list[tuple[int, Steps]] = []
     numbers: list[tuple[int, Steps, Any]] = []
     shapes: list[tuple[int, Steps, tuple[int, ...]]] = []
-    for which, (mod, kind) in enumerate(((score_mod, "score_mod"), (mask_mod, "mask_mod"))):
+    kinds = "score_mod", "mask_mod"
+    for which, (mod, made, kind) in enumerate(zip(mods, inside, kinds, strict=True)):
         lowered.append(None)
-        made = inside[which]
         if mod is None:
             continue
         if must:
@@ -185,8 +181,8 @@ def _resolve_both(
     if lowered[0] is not None and lowered[0].is_identity:
         lowered[0] = None
         sources = [x for x in sources if x[0] != 0]
-    mods = join_mods(lowered[0], lowered[1], [torch.empty(0, device="cpu")] * given)
-    for which, mod in enumerate((mods.score_mod, mods.mask_mod)):
+    joined = join_mods(lowered[0], lowered[1], [torch.empty(0, device="cpu")] * given)
+    for which, mod in enumerate((joined.score_mod, joined.mask_mod)):
         if mod is not None:
             name = str(optional_name(mod))
             names[which] = with_captures(name, lowered[which], called[which])
@@ -223,13 +219,13 @@ def _resolved_source(
     if source.constant is not None:
         tensor = source.constant
         value = tensor.tolist() if tensor.dim() else [tensor.item()]
-        return which, "constant", _as_tuple(value), _dtype_name(tensor.dtype)
+        return which, "constant", _as_tuple(value), dtype_name(tensor.dtype)
     if source.number is not None:
         assert source.computed is not None
         given = program.module.graph.find_nodes(op="placeholder")[-len(program.varying) :]
         paths = (captures.numbers[i].path for i in program.varying)
         steps = dict(zip(given, map(steps_of, paths), strict=True))
-        return which, "number", _expression(source.computed, steps), _dtype_name(source.number)
+        return which, "number", _expression(source.computed, steps), dtype_name(source.number)
     raise NotImplementedError(
         f"{name_of(mod)} computes {source.computed} of what it captured alone, which is not "
         "compiled: compute it before, outside of torch.compile, and capture the result"
@@ -251,10 +247,6 @@ def _expression(node: Any, steps: Mapping[Node, Steps]) -> tuple[Any, ...]:
     raise NotImplementedError(
         f"a mod computes {function} of captured numbers, which is not compiled: capture the result"
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _as_tuple(value: Any) -> Any:

@@ -191,7 +191,8 @@ def to_operator(
     if masks.aux_tensors is not None:
         check_list("aux_tensors", masks.aux_tensors)
         given["aux_tensors"] = list(masks.aux_tensors)
-    given["config"] = _config_text(options.config, own.config)
+    if not (options.config is own.config is None):
+        given["config"] = _text_of((_as_dictionary(options.config), _as_dictionary(own.config)))
     given["wants_max"] = wants_max
     given.update(_operator_lists(masks.block_sparse_tensors_torch))
     given.update(_operator_columns(call, batch))
@@ -265,7 +266,6 @@ def _operator_columns(call: AttentionCall, batch: int | None) -> dict[str, Any]:
 def _from_operator(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, arguments: Iterable[Any]
 ) -> AttentionCall:
-    """The call with these arguments of an operator."""
     x = dict(zip(_ARGUMENTS, arguments, strict=True))
     lists: Any = None
     mask = documents = None
@@ -286,7 +286,7 @@ def _from_operator(
     if x["startend_row_indices"] is not None:
         bounds, seqlen_q = x["column_bounds"], x["column_seqlen_q"]
         mask = _BoundedMask(x["startend_row_indices"], causal, bounds, documents, seqlen_q)
-    config, config_bwd = (None, None) if x["config"] is None else _configs_of(x["config"])
+    config, config_bwd = json.loads(x["config"] or "[null, null]")
     mods = optional_mod(x["score_mod"]), optional_mod(x["mask_mod"])
     start = QStart.from_operator(x["q_start"], x["q_starts"])
     if x["scale"] is not None:
@@ -295,17 +295,13 @@ def _from_operator(
     return AttentionCall(
         Tensors(q, k, v, sink, lengths, optional_of(of_bundle("optional", x).values())),
         masks_of(*mods, x["aux_tensors"] or None, lists, mask),
-        Options(q_start=start, config=config, **of_bundle("options", x)),
+        Options(q_start=start, config=FwdConfig.from_value(config), **of_bundle("options", x)),
         BackwardOptions(
-            optional_mod(x["score_mod_bwd"]), config=config_bwd, **of_bundle("backward", x)
+            optional_mod(x["score_mod_bwd"]),
+            config=BwdConfig.from_value(config_bwd),
+            **of_bundle("backward", x),
         ),
     )
-
-
-def _config_text(config: Any, config_bwd: Any) -> str | None:
-    if config is config_bwd is None:
-        return None
-    return _text_of((_as_dictionary(config), _as_dictionary(config_bwd)))
 
 
 def _as_dictionary(config: Any) -> Any:
@@ -321,11 +317,6 @@ _NAMES = {kind: tuple(x.name for x in fields(kind)) for kind in (FwdConfig, BwdC
 def _text_of(pair: tuple[Any, Any]) -> str:
     both = FwdConfig.from_value(pair[0]), BwdConfig.from_value(pair[1])
     return json.dumps([None if x is None else asdict(x) for x in both])
-
-
-def _configs_of(text: str) -> tuple[FwdConfig | None, BwdConfig | None]:
-    config, config_bwd = json.loads(text)
-    return FwdConfig.from_value(config), BwdConfig.from_value(config_bwd)
 
 
 def call_of_operator(
@@ -471,8 +462,7 @@ def _(
     *rows, heads_q, _ = q.shape
     lse_shape = (*rows[:-1], heads_q, rows[-1])
     max_shape = lse_shape if _argument("wants_max", arguments) else (0,)
-    lse, largest = (q.new_empty(x, dtype=torch.float32) for x in (lse_shape, max_shape))
-    return lse, largest
+    return tuple(q.new_empty(x, dtype=torch.float32) for x in (lse_shape, max_shape))
 
 
 @torch.library.impl(_library, "attention_bwd", "CompositeExplicitAutograd")

@@ -6,8 +6,7 @@ walk (`tiles.py`), which also decides which scores count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -48,24 +47,15 @@ def flash_attn_bwd_cpu(call: CpuCall) -> tuple[Tensor, Tensor, Tensor, Tensor | 
     rows that see nothing the values of q and dout do not matter, nor does dlse without a sink.
     Raises NotImplementedError, TypeError, ValueError: as `eval_mask_mod`; or a score_mod has no
     derivative."""
-    x, masks, pack_gqa = call.tensors, call.masks, call.tiles.pack_gqa
+    x, pack_gqa = call.tensors, call.tiles.pack_gqa
     dq = x.q.new_zeros(x.q.shape)
     # several sequences may add to the same keys
     dk, dv = (y.new_zeros(y.shape, dtype=torch.float64) for y in (x.k, x.v))
     dsink = x.q.new_zeros(x.q.shape[-2:-1], dtype=torch.float64)
-    # modified scores of one head and their derivative, by the user's function or by our own
-    chain: Callable[..., tuple[Tensor, _PullBack]] | None = None
-    if masks.score_mod is not None:
-        chain = partial(_modify_and_differentiate, masks.score_mod, call.aux_sums)
-        if call.score_mod_bwd is not None:
-            chain = partial(_modify_and_ask, masks.score_mod, call.score_mod_bwd)
     for walk in sequence_walks(call):
         sink = walk.rows_of_sink(x.learnable_sink)
         rows = _Rows.create(x, walk)
-        of_tile = None
-        if chain is not None:
-            of_tile = partial(_chain_tile, chain, masks.aux_tensors, walk.batch_idx)
-        dq_rows, dk_rows, dv_rows = _sequence_gradients(rows, x, walk, of_tile)
+        dq_rows, dk_rows, dv_rows = _sequence_gradients(call, rows, walk)
         dq[walk.slot_q] = from_rows(dq_rows, pack_gqa).to(dq.dtype)
         dk[walk.slot_k] += from_rows(dk_rows, 1)
         dv[walk.slot_k] += from_rows(dv_rows, 1)
@@ -118,13 +108,10 @@ class _Rows(NamedTuple):
 
 
 def _sequence_gradients(
-    row_values: _Rows,
-    tensors: Tensors,
-    walk: SequenceWalk,
-    chain: Callable[[Tensor, Tile, Tensor], tuple[Tensor, _PullBack]] | None,
+    call: CpuCall, row_values: _Rows, walk: SequenceWalk
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of one batch entry."""
-    k, v = walk.rows_of_k(tensors.k), walk.rows_of_k(tensors.v)
+    k, v = walk.rows_of_k(call.tensors.k), walk.rows_of_k(call.tensors.v)
     dq, dk, dv = (torch.zeros_like(x) for x in (row_values.q, k, v))
     for n_block in range(walk.num_n_blocks):
         keys = walk.keys(n_block)
@@ -137,7 +124,9 @@ def _sequence_gradients(
             q, dout = row_values.q[..., rows, :], row_values.dout[..., rows, :]
             lse, low, delta = (x[..., rows, None] for x in row_values[2:])
             capped = walk.capped_scores(q, k[..., keys, :])
-            modified, pull_back = (capped, None) if chain is None else chain(capped, tile, heads)
+            modified, pull_back = capped, None
+            if call.masks.score_mod is not None:
+                modified, pull_back = _chain_tile(call, walk, capped, tile, heads)
             probabilities = torch.exp((modified.masked_fill(~visible, NEG_INF) - lse) - low)
             dscores = probabilities * (dout @ v[..., keys, :].mT - delta)
             if pull_back is not None:
@@ -155,20 +144,14 @@ def _sequence_gradients(
 
 
 def _chain_tile(
-    chain: Callable[..., tuple[Tensor, _PullBack]],
-    aux_tensors: Sequence[Tensor] | None,
-    batch_idx: int,
-    scores: Tensor,
-    tile: Tile,
-    heads: Tensor,
+    call: CpuCall, walk: SequenceWalk, scores: Tensor, tile: Tile, heads: Tensor
 ) -> tuple[Tensor, _PullBack]:
     """Modified scores (heads_kv, lanes, rows, keys) of these heads; derivatives."""
     modified = scores.clone()
     parts = []
     for head in heads_in_tile(tile, heads):
-        values, pull_back = chain(
-            head.part(scores), aux_tensors, batch_idx, head.head_idx, head.q_idx, head.k_idx
-        )
+        place = call.masks.aux_tensors, walk.batch_idx, head.head_idx, head.q_idx, head.k_idx
+        values, pull_back = _chain_head(call, head.part(scores), *place)
         head.part(modified).copy_(values)
         parts.append((head, pull_back))
 
@@ -181,33 +164,24 @@ def _chain_tile(
     return modified, pull_back_tile
 
 
-def _modify_and_differentiate(
-    score_mod: Callable[..., Any],
-    aux_sums: Mapping[int, Tensor] | None,
-    scores: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, _PullBack]:
+def _chain_head(call: CpuCall, scores: Tensor, *place: Any) -> tuple[Tensor, _PullBack]:
+    """Modified scores of one head and their derivative, by the user's function or by our own."""
+    score_mod, score_mod_bwd, aux_sums = call.masks.score_mod, call.score_mod_bwd, call.aux_sums
+    assert score_mod is not None
+    if score_mod_bwd is not None:
+        modified = eval_score_mod(score_mod, scores, *place)
+        return modified, lambda grads: eval_score_mod_bwd(score_mod_bwd, grads, scores, *place)
     try:
-        modified, derivative = eval_score_mod_derivative(score_mod, scores, *rest)
+        modified, derivative = eval_score_mod_derivative(score_mod, scores, *place)
     except NotImplementedError:
         if aux_sums:
             # fails, too, with a text that knows of these gradients: score_mod_bwd has none
-            add_aux_gradients(score_mod, aux_sums, (scores, scores), *rest)
+            add_aux_gradients(score_mod, aux_sums, (scores, scores), *place)
         raise
 
     def pull_back(grads: Tensor) -> Tensor:
         if aux_sums:
-            add_aux_gradients(score_mod, aux_sums, (grads, scores), *rest)
+            add_aux_gradients(score_mod, aux_sums, (grads, scores), *place)
         return grads * derivative
 
     return modified, pull_back
-
-
-def _modify_and_ask(
-    score_mod: Callable[..., Any],
-    score_mod_bwd: Callable[..., Any],
-    scores: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, _PullBack]:
-    modified = eval_score_mod(score_mod, scores, *rest)
-    return modified, lambda grads: eval_score_mod_bwd(score_mod_bwd, grads, scores, *rest)

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_mask_cute.call.arguments import Tensors
-from flash_mask_cute.cpu.call import CpuCall
-from flash_mask_cute.cpu.splits import Cuts, RowCuts, StreamKCuts
+from flash_mask_cute.cpu.call import CpuCall, CpuMasks
+from flash_mask_cute.cpu.splits import RowCuts, StreamKCuts
 from flash_mask_cute.cpu.tiles import (
     NEG_INF,
     SequenceWalk,
@@ -29,10 +28,10 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
 
     Shapes and values are those of `interface._flash_attn_fwd`. Rows past seqused_q are not written.
     Raises NotImplementedError, TypeError, ValueError: as `eval_mask_mod`."""
-    x, masks, tiles = call.tensors, call.masks, call.tiles
+    x, tiles = call.tensors, call.tiles
     assert x.out is not None
     walks = list(sequence_walks(call))
-    cuts: Cuts | None = None
+    cuts: RowCuts | StreamKCuts | None = None
     if tiles.split is not None:
         heads = x.q.shape[-2] // tiles.pack_gqa
         if tiles.split == "rows":
@@ -41,11 +40,8 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
             cuts = StreamKCuts(walks, heads, tiles.num_splits, tiles.tile_m)
     targets = [None if y is None else y.mT for y in (x.lse, x.lse_low, x.max_scores)]
     for number, walk in enumerate(walks):
-        modify = None
-        if masks.score_mod is not None:
-            modify = partial(modify_tile, masks.score_mod, masks.aux_tensors, walk.batch_idx)
         cuts_of = None if cuts is None else partial(cuts.of, number)
-        sequence_out, *row_values = _attend_sequence(x, walk, modify, cuts_of)
+        sequence_out, *row_values = _attend_sequence(call, walk, cuts_of)
         x.out[walk.slot_q] = from_rows(sequence_out, tiles.pack_gqa).to(x.out.dtype)
         for target, values in zip(targets, row_values, strict=True):
             if target is not None:
@@ -53,13 +49,11 @@ def flash_attn_fwd_cpu(call: CpuCall) -> None:
 
 
 def _attend_sequence(
-    tensors: Tensors,
-    walk: SequenceWalk,
-    modify: Callable[[Tensor, Tile, Tensor], None] | None,
-    cuts: Callable[[int], Mapping[int, Tensor]] | None,
+    call: CpuCall, walk: SequenceWalk, cuts: Callable[[int], Mapping[int, Tensor]] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Out of one batch entry and, of its rows, lse, its rounding error in the dtype of the call's
-    lse, and the largest score. modify: works in place. cuts: `Cuts.of` of the sequence."""
+    lse, and the largest score. cuts: `RowCuts.of` of the sequence."""
+    tensors = call.tensors
     q, sink = walk.rows_of_q(tensors.q), walk.rows_of_sink(tensors.learnable_sink)
     k, v = walk.rows_of_k(tensors.k), walk.rows_of_k(tensors.v)
     lse_dtype = torch.float32 if tensors.lse is None else tensors.lse.dtype
@@ -80,7 +74,7 @@ def _attend_sequence(
             tile = walk.tile(m_block, n_block)
             heads, visible = walk.visible(tile)
             if heads.any():
-                scores = score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
+                scores = score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, call.masks)
                 scores.masked_fill_(~visible, NEG_INF)
                 softmax.add(scores, v[..., keys, :])
         result = splits.combined()
@@ -91,33 +85,16 @@ def _attend_sequence(
 
 
 def score_tile(
-    q: Tensor,
-    k: Tensor,
-    tile: Tile,
-    heads: Tensor,
-    walk: SequenceWalk,
-    modify: Callable[[Tensor, Tile, Tensor], None] | None,
+    q: Tensor, k: Tensor, tile: Tile, heads: Tensor, walk: SequenceWalk, masks: CpuMasks
 ) -> Tensor:
-    """Scores of one tile, before masking."""
+    """Scores (heads_kv, lanes, rows, keys) of a tile, modified in these heads, before masking."""
     scores = walk.capped_scores(q, k)
-    if modify is not None:
-        modify(scores, tile, heads)
+    if masks.score_mod is not None:
+        for of_head in heads_in_tile(tile, heads):
+            part = of_head.part(scores)
+            place = walk.batch_idx, of_head.head_idx, of_head.q_idx, of_head.k_idx
+            part.copy_(eval_score_mod(masks.score_mod, part, masks.aux_tensors, *place))
     return scores
-
-
-def modify_tile(
-    score_mod: Callable[..., Any],
-    aux_tensors: Sequence[Tensor] | None,
-    batch_idx: int,
-    scores: Tensor,
-    tile: Tile,
-    heads: Tensor,
-) -> None:
-    """Apply score_mod to scores (heads_kv, lanes, rows, keys) of the given heads."""
-    for of_head in heads_in_tile(tile, heads):
-        part = of_head.part(scores)
-        place = batch_idx, of_head.head_idx, of_head.q_idx, of_head.k_idx
-        part.copy_(eval_score_mod(score_mod, part, aux_tensors, *place))
 
 
 class _Result(NamedTuple):

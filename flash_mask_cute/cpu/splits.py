@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.core.stream_k import StreamKChunks, TileOnLine, tile_cost
 from flash_mask_cute.cpu.tiles import SequenceWalk
-
-
-class Cuts(Protocol):
-    def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
-        """The key blocks at which splits of a query block begin, except the first split, and the
-        heads that have a cut there: Boolean (heads,)."""
 
 
 class RowCuts(NamedTuple):
@@ -27,6 +21,8 @@ class RowCuts(NamedTuple):
     num_splits: int
 
     def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
+        """The key blocks at which splits of a query block begin, except the first split, and the
+        heads that have a cut there: Boolean (heads,)."""
         walk = self.walks[sequence]
         info = replace(walk.block_info, is_split_kv=True)
         first = walk.n_blocks(m_block).start
@@ -62,6 +58,7 @@ class StreamKCuts:
                     place = tile.end
 
     def of(self, sequence: int, m_block: int) -> Mapping[int, Tensor]:
+        """As `RowCuts.of`."""
         cuts: dict[int, Tensor] = {}
         first_block = self._walks[sequence].n_blocks(m_block).start
         for head_idx in range(self._num_heads):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from flash_mask_cute.cpu.call import CpuCall
-from flash_mask_cute.cpu.forward import modify_tile, score_tile
+from flash_mask_cute.cpu.forward import score_tile
 from flash_mask_cute.cpu.tiles import NEG_INF, SequenceWalk, Tile, from_rows, sequence_walks
 
 
@@ -26,16 +25,13 @@ def statistics_cpu(
     for walk in sequence_walks(call):
         q, k, bias = walk.rows_of_q(x.q), walk.rows_of_k(x.k), walk.rows_of_q(lse.mT)
         bias = bias.masked_fill(bias == NEG_INF, 0.0)[..., None]
-        modify = None
-        if masks.score_mod is not None:
-            modify = partial(modify_tile, masks.score_mod, masks.aux_tensors, walk.batch_idx)
         for m_block in range(walk.num_m_blocks):
             rows = walk.rows(m_block)
             for n_block in walk.n_blocks(m_block):
                 tile, keys = walk.tile(m_block, n_block), walk.keys(n_block)
                 heads, visible = walk.visible(tile)
                 if heads.any():
-                    scores = score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, modify)
+                    scores = score_tile(q[..., rows, :], k[..., keys, :], tile, heads, walk, masks)
                     log_p = (scores - bias[..., rows, :]).masked_fill_(~visible, NEG_INF)
                     _add_tile(log_p, walk, tile, sums, block_size)
 

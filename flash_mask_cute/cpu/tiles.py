@@ -52,10 +52,6 @@ class Tile(NamedTuple):
     pack: int
     q_start: int = 0
 
-    def positions(self, queries: range) -> Tensor:
-        """Positions of some queries, int32; positions before 0 become 0."""
-        return _positions(queries, self.q_start)
-
 
 class TileRow(NamedTuple):
     """Some key tiles of a query tile: n_blocks, int64, and the keys [starts, ends) of each.
@@ -326,7 +322,7 @@ def heads_in_tile(tile: Tile, heads: Tensor) -> Iterator[HeadInTile]:
         rows = slice((head_in_lane - tile.rows.start) % tile.pack, None, tile.pack)
         of_rows = tile.rows[rows]
         first = of_rows.start // tile.pack
-        q_idx = tile.positions(range(first, first + len(of_rows)))
+        q_idx = _positions(range(first, first + len(of_rows)), tile.q_start)
         yield HeadInTile(head_idx, lane, rows, q_idx, k_idx)
 
 
@@ -461,7 +457,7 @@ class _ListsAndMod:
         return ~is_listed, row.any_of(cutting.any(1), block_k)
 
     def visible(self, tile: Tile, heads: Tensor) -> Tensor:
-        q_idx, k_idx = tile.positions(tile.queries), _int32(tile.keys)
+        q_idx, k_idx = _positions(tile.queries, tile.q_start), _int32(tile.keys)
         states = torch.full((1, len(q_idx), len(k_idx)), PARTIAL, device="cpu")
         if self.blocks is not None:
             q_blocks = self.blocks.q_blocks(q_idx)[:, None]
@@ -528,6 +524,7 @@ def _every(value: bool) -> Tensor:
 
 
 def _positions(queries: range, q_start: int) -> Tensor:
+    """Positions of some queries, int32; positions before 0 become 0."""
     return (_int32(queries) + q_start).clamp(min=0)
 
 

@@ -325,7 +325,8 @@ def _state(tensor: Tensor | None) -> Any:
 
 
 def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
-    if not _runs_kernels(lists.mask_block_idx):
+    # a dispatch mode may stand for other tensors
+    if not lists.mask_block_idx.is_cuda or torch._C._len_torch_dispatch_stack() > 0:
         with torch.inference_mode(False), torch.no_grad():
             return _sorted_lists(lists)
     mask_cnt, mask_idx = _as_int32(lists.mask_block_cnt), _as_int32(lists.mask_block_idx)
@@ -348,11 +349,6 @@ def _ordered_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
 
 def _as_int32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.int32 else tensor.int()
-
-
-def _runs_kernels(tensor: Tensor) -> bool:
-    # a dispatch mode may stand for other tensors
-    return tensor.is_cuda and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _sorted_lists(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:

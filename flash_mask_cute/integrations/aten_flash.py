@@ -254,12 +254,7 @@ def _gradients(
     """dq, dk and dv, written to the given memory if there is any."""
     _refuse(call)
     return _flash_attn_bwd(
-        call.query,
-        call.key,
-        call.value,
-        call.out,
-        call.grad_out,
-        call.logsumexp,
+        *call[:6],
         dq=dq,
         dk=dk,
         dv=dv,

@@ -192,7 +192,8 @@ def _flash_is_enabled() -> bool:
 
 
 def _attend(call: _Call) -> Tensor:
-    query, key, value = (_with_heads(x) for x in (call.query, call.key, call.value))
+    tensors = call.query, call.key, call.value
+    query, key, value = (x.unsqueeze(0) if x.dim() == 2 else x for x in tensors)
     heads, heads_kv = query.shape[-3], key.shape[-3]
     if heads_kv != value.shape[-3]:
         raise ValueError(f"key has {heads_kv} heads, and value {value.shape[-3]}")
@@ -220,7 +221,7 @@ def _attend(call: _Call) -> Tensor:
     if len(batch) != 1:
         out = out.reshape(*batch, *out.shape[1:])
     # with one tensor of three dimensions there are heads
-    return out if max(x.dim() for x in (call.query, call.key, call.value)) > 2 else out[0]
+    return out if max(x.dim() for x in tensors) > 2 else out[0]
 
 
 def _band(call: _Call, seqlen_q: int, seqlen_k: int) -> dict[str, Any] | None:
@@ -242,16 +243,11 @@ def _band(call: _Call, seqlen_q: int, seqlen_k: int) -> dict[str, Any] | None:
 
 
 def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that all broadcast to."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError as error:
         given = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"{what} do not broadcast, got {given}") from error
-
-
-def _with_heads(x: Tensor) -> Tensor:
-    return x.unsqueeze(0) if x.dim() == 2 else x
 
 
 def _as_bshd(x: Tensor, batch: tuple[int, ...]) -> Tensor:

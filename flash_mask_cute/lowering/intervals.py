@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -224,21 +225,18 @@ class _Finder:
                 continue
             is_same = self._is_same(of_query, of_key)
             if not is_same:
-                sides = self._sides_of_places(x, y)
-                if sides is not None:
-                    return sides
+                with suppress(NotIntervalsError):
+                    found = self._both_sides(x, y)
+                    if _is_of_places(found):
+                        return found
             self._check_elementwise(of_query)
             self._check_elementwise(of_key)
             return Equal(of_query, of_key, is_same)
-        return self._all((self._sides(x, y, 1, 0), self._sides(x, y, -1, 0)))
+        return self._both_sides(x, y)
 
-    def _sides_of_places(self, x: Any, y: Any) -> All | None:
-        """Sides that say that two integers are equal, if these are sides of q_idx."""
-        try:
-            found = self._all((self._sides(x, y, 1, 0), self._sides(x, y, -1, 0)))
-        except NotIntervalsError:
-            return None
-        return found if _is_of_places(found) else None
+    def _both_sides(self, x: Any, y: Any) -> All:
+        """Sides that say that two integers are equal."""
+        return self._all((self._sides(x, y, 1, 0), self._sides(x, y, -1, 0)))
 
     def _is_same(self, of_query: Any, of_key: Any) -> bool:
         """Whether one node is the other with the key in place of the query."""

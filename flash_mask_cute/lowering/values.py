@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES
+
 LARGEST_CLAIM = 1 << 20
 # Larger numbers in products and sums of indices are no strides and no extents: they let results
 # wrap, as in a hash.
@@ -22,19 +24,7 @@ MOST_STRIDE, MOST_OFFSET = 1 << 16, 1 << 30
 MAX_ELEMENTS = 256
 """Of a captured tensor that a mod reads at once, and of what it computes of them."""
 
-DSL_NAMES = {
-    torch.bool: "Boolean",
-    torch.uint8: "Uint8",
-    torch.uint32: "Uint32",
-    torch.int8: "Int8",
-    torch.int16: "Int16",
-    torch.int32: "Int32",
-    torch.int64: "Int64",
-    torch.float16: "Float16",
-    torch.bfloat16: "BFloat16",
-    torch.float32: "Float32",
-    torch.float64: "Float64",
-}
+DSL_NAMES = {getattr(torch, name): of_dsl for name, of_dsl in CUTLASS_NAMES.items()}
 # The dtype in which an operator computes what it then rounds, as torch's kernels do.
 _COMPUTED_IN = {
     torch.uint8: torch.int32,

@@ -113,7 +113,6 @@ def compile_selected_bits(dtype: str, is_packed: bool, arch: str) -> Compiled:
 def _fill_by_torch(
     by_entry: Tensor, made: SelectionBits, tiles: QueryTiles, cu_seqlens_q: Tensor | None
 ) -> None:
-    """Fill the bits on the CPU."""
     numbers = torch.arange(made.rows.shape[-1] * WORD, device=by_entry.device)
     chosen = (by_entry[..., None] == numbers).any(-2)
     made.rows.copy_(_words_of(chosen))

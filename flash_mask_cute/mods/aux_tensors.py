@@ -7,20 +7,10 @@ from typing import Any
 
 import torch
 
+from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
 from flash_mask_cute.runtime.plain_tensors import check_plain
 
-AUX_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.uint32,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)
+AUX_DTYPES = tuple(getattr(torch, name) for name in CUTLASS_NAMES if name != "float64")
 MAX_AUX_RANK = 4
 
 
@@ -35,7 +25,7 @@ def check_aux_tensor(name: str, tensor: torch.Tensor, device: torch.device) -> N
     ValueError: its rank, its device, or it is negative lazily."""
     check_plain(name, tensor)
     if not is_read_on(tensor.dtype, device):
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in AUX_DTYPES)
+        allowed = ", ".join(map(dtype_name, AUX_DTYPES))
         raise TypeError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
     if not 1 <= tensor.dim() <= MAX_AUX_RANK:
         shape = tuple(tensor.shape)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from flash_mask_cute.mods.aux_tensors import check_aux_tensor, check_record, new_record
 from flash_mask_cute.mods.signature import score_dtype
+from flash_mask_cute.runtime import fake_tensors
 from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.callable_key import callable_key
 from flash_mask_cute.runtime.compiler import compiler_streams
-from flash_mask_cute.runtime.dtypes import CUTLASS_NAMES, dtype_name
+from flash_mask_cute.runtime.dtypes import dtype_name
 from flash_mask_cute.runtime.packages import tells_what_to_install
 from flash_mask_cute.runtime.recent import Recent
 
@@ -179,34 +180,22 @@ def _compile(
     wants_aux: tuple[int, ...],
     checked: bool,
 ) -> "HostFunction":
-    import cutlass
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
-
     from flash_mask_cute.mods.host_loop import EVALUATE, evaluate_each
 
-    def tensor(dtype: Any, rank: int) -> Any:
-        return make_fake_tensor(
-            dtype,
-            tuple(cute.sym_int() for _ in range(rank)),
-            tuple(cute.sym_int64() for _ in range(rank)),
-            memspace=cutlass.AddressSpace.generic,
-            assumed_align=max(dtype.width // 8, 1),
-        )
-
+    tensor = functools.partial(fake_tensors.strided, on_host=True)
     aux = targets = None
     if layout is not None:
-        aux = tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), rank) for name, rank in layout)
-        targets = tuple(tensor(cutlass.Float64, layout[i][1]) for i in wants_aux) or None
+        aux = tuple(tensor(rank, name) for name, rank in layout)
+        targets = tuple(tensor(layout[i][1], "float64") for i in wants_aux) or None
     evaluate = EVALUATE[kind]
     arguments = (
         functools.partial(evaluate, wants_aux) if wants_aux else evaluate,
         mod,
-        tuple(tensor(getattr(cutlass, CUTLASS_NAMES[name]), 2) for name in dtypes),
-        (cutlass.Int32(0), cutlass.Int32(0), tensor(cutlass.Int32, 1), tensor(cutlass.Int32, 1)),
+        tuple(tensor(2, name) for name in dtypes),
+        (*fake_tensors.int32_pair(), tensor(1), tensor(1)),
         aux,
     )
-    record = tensor(cutlass.Int64, 1)
+    record = tensor(1, "int64")
     named_mod = _kind_of_mod(kind), mod
     return compile_reading(named_mod, evaluate_each, arguments, record, (targets,), checked)
 

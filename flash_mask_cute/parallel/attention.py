@@ -15,7 +15,7 @@ from flash_mask_cute.parallel.agreement import check_agreement
 from flash_mask_cute.parallel.all_gather import attend_gathered
 from flash_mask_cute.parallel.messages import Messages, Peers
 from flash_mask_cute.parallel.planning import Plan, check_plan_mask
-from flash_mask_cute.parallel.ring import attend_in_ring
+from flash_mask_cute.parallel.ring import Ring
 from flash_mask_cute.parallel.routes import Band, Settings, routes_of
 from flash_mask_cute.parallel.ulysses import attend_by_heads, check_heads
 from flash_mask_cute.runtime.checks import check_bool
@@ -103,7 +103,7 @@ def context_parallel_attention(
     operands = q, k, v, learnable_sink
     if method == "ulysses":
         return attend_by_heads(*operands, peers, plan, settings, mask)
-    attend_parts = attend_in_ring if method == "ring" else attend_gathered
+    attend_parts = Ring.apply if method == "ring" else attend_gathered
     return attend_parts(*operands, peers, routes, settings)
 
 

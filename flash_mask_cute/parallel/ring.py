@@ -23,12 +23,9 @@ from flash_mask_cute.serving import flash_attn_combine
 _WHAT = "method ring"
 
 
-def attend_in_ring(*arguments: Any) -> Tensor:
-    """Attention of the own rows, with the arguments of `_Ring.forward`."""
-    return _Ring.apply(*arguments)
+class Ring(torch.autograd.Function):
+    """Attention of the own rows."""
 
-
-class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -42,7 +42,7 @@ class Visibility(NamedTuple):
         device: torch.device | str,
     ) -> Visibility:
         """Of self-attention over seqlen tokens."""
-        key = torch.arange(seqlen, device=device)
+        key = torch.arange(seqlen, device=device)[None, None]
         zero, end = torch.zeros_like(key), torch.full_like(key, seqlen)
         ranges: list[tuple[Tensor, Tensor]] = []
         if causal or (mask is not None and mask.causal):
@@ -52,22 +52,18 @@ class Visibility(NamedTuple):
             ranges.append((key + left + 1, end))
         if right is not None:
             ranges.append((zero, key - right))
-        pairs = [(x[None, None], y[None, None]) for x, y in ranges]
-        shape: tuple[int, ...] = (1, 1, seqlen)
+        shape = key.shape
         if mask is not None:
             indices = mask.startend_row_indices.to(device, torch.int64)
             values, shape = indices.unbind(3), indices.shape[:3]
-            for first, last in Intervals(mask.num_vectors, mask.causal).hidden_rows(values, seqlen):
-                sides = (
-                    x if isinstance(x, Tensor) else torch.full_like(values[0], x)
-                    for x in (first, last)
-                )
-                pairs.append(tuple(sides))  # type: ignore[arg-type]
-        if not pairs:
-            pairs.append((zero[None, None], zero[None, None]))
+            for sides in Intervals(mask.num_vectors, mask.causal).hidden_rows(values, seqlen):
+                first, last = (x if isinstance(x, Tensor) else key.new_tensor(x) for x in sides)
+                ranges.append((first, last))
+        if not ranges:
+            ranges.append((zero, zero))
         starts, ends = (
             torch.stack([x.expand(shape) for x in side], -1).clamp(0, seqlen)
-            for side in zip(*pairs, strict=True)
+            for side in zip(*ranges, strict=True)
         )
         return Visibility(starts, ends)
 
@@ -95,18 +91,7 @@ class Visibility(NamedTuple):
         return ColumnMask(vectors, False, documents=False, seqlen_q=num_rows)
 
     def _vectors(self, num_rows: int) -> Tensor | None:
-        # each two ranges are a form of four vectors
-        starts, ends = self.starts.int(), self.ends.int()
-        if starts.shape[-1] % 2:
-            nothing = torch.zeros_like(starts[..., :1])
-            starts, ends = torch.cat((starts, nothing), -1), torch.cat((ends, nothing), -1)
-        forms = [
-            (
-                torch.stack(
-                    (starts[..., i], ends[..., i], starts[..., i + 1], ends[..., i + 1]), -1
-                ),
-                False,
-            )
-            for i in range(0, starts.shape[-1], 2)
-        ]
-        return vectors_of(forms, num_rows)
+        # each two ranges are a form of four vectors, the last one maybe beside an empty range
+        sides = torch.stack(self, -1).flatten(-2).int()
+        sides = torch.nn.functional.pad(sides, (0, -sides.shape[-1] % 4))
+        return vectors_of([(form, False) for form in sides.split(4, -1)], num_rows)

@@ -125,10 +125,6 @@ class CompileCache:
             return found
         return self._miss(memory_key, lambda: self._entry(name, key(), arch, options), build)
 
-    def clear_memory(self) -> None:
-        """Forget the kernels of this process; the entries on disk stay."""
-        self._memory.clear()
-
     def usage(self) -> CacheUsage:
         """The current disk usage of the cache. No folder is made."""
         try:
@@ -224,7 +220,10 @@ class CompileCache:
         value = os.environ.get(DIRECTORY_VARIABLE, "")
         if value.lower() in ("0", "off"):
             return None
-        return Path(value).expanduser() if value else _default_root()
+        if value:
+            return Path(value).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        return (Path(base).expanduser() if base else Path.home() / ".cache") / "flash_mask_cute"
 
     def _folder(self) -> Path | None:
         """The folder of the entries, made if necessary; None if the disk is not used."""
@@ -367,7 +366,7 @@ def _exported(compiled: Compiled, symbol: str) -> bytes:
         reader = threading.Thread(target=drain, name="flash_mask_cute export")
         reader.start()
         try:
-            function.export_to_c(_path_of(writing), function_name=symbol)
+            function.export_to_c(f"/proc/self/fd/{writing}", function_name=symbol)
         finally:
             close_end(writing)
             reader.join()
@@ -388,16 +387,12 @@ def _load(content: bytes, symbol: str) -> Callable[..., Any]:
         writer = threading.Thread(target=feed, name="flash_mask_cute load")
         writer.start()
         try:
-            module = load_module(_path_of(reading), enable_tvm_ffi=True)
+            module = load_module(f"/proc/self/fd/{reading}", enable_tvm_ffi=True)
         finally:
             close_end(reading)
             writer.join()
     function: Callable[..., Any] = getattr(module, symbol)
     return function
-
-
-def _path_of(descriptor: int) -> str:
-    return f"/proc/self/fd/{descriptor}"
 
 
 def _unstored(compiled: Compiled) -> Compiled:
@@ -509,8 +504,3 @@ def _toolchain() -> dict[str, str]:
         "tvm_ffi": tvm_ffi.__version__,
         "machine": platform.machine(),
     }
-
-
-def _default_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "flash_mask_cute"

@@ -471,7 +471,7 @@ def test_an_in_place_change_is_noticed(name: str) -> None:
 
 
 def test_nothing_is_kept_of_lists_that_are_gone() -> None:
-    before = len(block_sparsity._retiled)
+    before = len(block_sparsity._retiled._entries)
     for seed in range(5):
         lists = fresh(seed)
         made = retile_lists(lists, 192, 80, 384, 640).lists
@@ -479,7 +479,7 @@ def test_nothing_is_kept_of_lists_that_are_gone() -> None:
         assert torch.equal(dense_states(made), dense_states(expected))
         del lists, made, expected
         gc.collect()
-    assert len(block_sparsity._retiled) == before
+    assert len(block_sparsity._retiled._entries) == before
 
 
 def test_a_capture_uses_nothing_from_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,7 @@ def layer_attention(
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         documents = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         packed = _documents_of(*documents, shape)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     shared = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
     sharding = current_sharding()
     if wide is not None:
@@ -120,7 +121,7 @@ def layer_attention(
             attention_mask, packed = attention_mask.packed(packed.cu_seqlens_k), None
         given["cu_seq_lens_q without a mask"] = packed
         _warn_or_refuse(wide, [name for name, value in given.items() if value is not None])
-        mask, causal = _for_sdpa(module, attention_mask, is_causal, q.dtype, shape)
+        mask, causal = _for_sdpa(attention_mask, causal, q.dtype, shape)
         # it takes (batch, heads, rows, head_dim)
         qkv = (x.transpose(1, 2) for x in (q, k, v))
         return sdpa_attention_forward(module, *qkv, mask, scaling=scaling, is_causal=causal)
@@ -134,8 +135,7 @@ def layer_attention(
             q, k, v, **sharding._asdict(), window_size=(left, None), **shared
         ), None
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        options = _without_mask(bool(causal), sliding_window, shape)
+        options = _without_mask(causal, sliding_window, shape)
     elif isinstance(attention_mask, AttentionMask):
         attention_mask = _of_extents(attention_mask, shape)
         is_window = attention_mask.found.window is not None
@@ -202,16 +202,11 @@ def _warn_or_refuse(wide: str, given: list[str]) -> None:
 
 
 def _for_sdpa(
-    module: torch.nn.Module,
-    mask: AttentionMask | Tensor | None,
-    is_causal: bool | None,
-    dtype: torch.dtype,
-    shape: Shape,
+    mask: AttentionMask | Tensor | None, causal: bool, dtype: torch.dtype, shape: Shape
 ) -> tuple[Tensor | None, bool]:
     """A mask as sdpa takes it: a tensor, or whether it is causal over as many keys as queries."""
     if mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return None, bool(_without_mask(bool(causal), None, shape)["causal"])
+        return None, bool(_without_mask(causal, None, shape)["causal"])
     if isinstance(mask, Tensor):
         mask = _fitted(mask, "attention_mask", shape)
         return (mask if mask.dtype == torch.bool else mask.to(dtype)), False

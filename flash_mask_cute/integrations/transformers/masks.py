@@ -332,9 +332,8 @@ def make_mask(
     shown = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
     function = unpadded if shown is None else _padded(unpadded, shown)
     if is_row:
-        found = _find_row(unpadded, shown, batch_size, kv_length, device)
-        if isinstance(q_offset, Tensor):
-            found = _with_used(found)
+        in_static_cache = isinstance(q_offset, Tensor)
+        found = _find_row(unpadded, shown, batch_size, kv_length, device, in_static_cache)
     else:
         lengths = q_length, kv_length
         window = None if shown is None else _find_padded_window(unpadded, shown, lengths, device)
@@ -381,15 +380,19 @@ def _find_row(
     batch: int,
     num_keys: int,
     device: torch.device,
+    in_static_cache: bool,
 ) -> Found:
-    """padding: (batch, num_keys)."""
+    """padding: (batch, num_keys). in_static_cache: find how many keys come up to the last one that
+    is visible, too."""
     places = torch.arange(max(batch, num_keys), device=device)
     b, k = places[:batch, None, None, None], places[:num_keys]
     zero = places[:1, None, None, None]
     row = function(b, zero, zero, k)
     if padding is not None:
         row = row & padding[:, None, None]
-    return Found("a row of keys", row=row.expand(batch, 1, 1, num_keys))
+    row = row.expand(batch, 1, 1, num_keys)
+    used = (row[:, 0, 0] * (k + 1).int()).amax(1) if in_static_cache else None
+    return Found("a row of keys", row=row, used=used)
 
 
 def _find_padded_window(
@@ -411,14 +414,6 @@ def _find_padded_window(
         indices = band.startend_row_indices.where(shown[:, None, :, None], 0)
         columns = ColumnMask(indices, band.causal, False, lengths[0], one_sequence=True)
     return Found("column intervals", columns=columns)
-
-
-def _with_used(found: Found) -> Found:
-    """The row with the number of keys up to the last visible one, as in a static cache."""
-    row = found.row
-    assert row is not None
-    ends = torch.arange(1, row.shape[3] + 1, device=row.device, dtype=torch.int32)
-    return found._replace(used=(row[:, 0, 0] * ends).amax(1))
 
 
 def find_form(

@@ -14,7 +14,7 @@ import sys
 import types
 import typing
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flash_mask_cute.runtime.callable_key.code_facts import (
@@ -170,19 +170,16 @@ class Traversal:
         else:
             self._other(obj)
 
-    def _tuple(self, obj: tuple[Any, ...]) -> None:
+    def _tuple(self, obj: Sequence[Any], tag: bytes = b"tuple") -> None:
         # Not numbered: whether equal tuples are one object depends on how constants were merged.
-        self._open(b"tuple")
+        self._open(tag)
         for position, value in enumerate(obj):
             self._named("item", position, value, ("item", position))
         self._close()
 
     def _list(self, obj: list[Any]) -> None:
         if self._first_visit(obj):
-            self._open(b"list")
-            for position, value in enumerate(obj):
-                self._named("item", position, value, ("item", position))
-            self._close()
+            self._tuple(obj, b"list")
 
     def _mapping(self, obj: dict[Any, Any] | types.MappingProxyType[Any, Any]) -> None:
         if self._first_visit(obj):

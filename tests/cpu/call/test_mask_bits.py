@@ -404,7 +404,7 @@ def test_by_documents_only_that_kernel_is_compiled(stores_compiled: list[MaskBit
 @pytest.mark.usefixtures("attention_is_not_compiled")
 def test_a_backward_compiles_one_kernel_that_stores(stores_compiled: list[MaskBitsProblem]) -> None:
     case = Case("once", 1, 384, 384, 4, 4, head_dim=64, mask_mod="checks")
-    mask_bits.CACHE.clear_memory()
+    mask_bits.CACHE._memory.clear()
     _, _, call = choose_bwd(case)
     prepare_bwd(call, TARGET)
     assert [problem.tiles for problem in stores_compiled] == [BitTiles.for_backward(128, 128)]

@@ -31,7 +31,7 @@ def test_memory_then_disk(tmp_path: Path, builder: Builder) -> None:
     assert get_adder(cache, builder()) is built
     assert files_of(tmp_path) == [".json", ".o"]
 
-    cache.clear_memory()
+    cache._memory.clear()
     loaded = get_adder(cache, builder())
     assert loaded is not built and apply(loaded) == 1 and loaded.meta == META
     assert apply(get_adder(CompileCache(tmp_path), builder())) == 1

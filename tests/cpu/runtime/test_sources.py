@@ -119,7 +119,7 @@ def test_an_edit_while_a_kernel_is_compiled_keeps_it_off_the_disk(
     # from now on nothing on the disk serves, under no identity
     get_adder(cache, builder(3), key={"addend": 3})
     assert files_of(tmp_path / "cache") == [".json", ".o"] and builder.calls == 3
-    cache.clear_memory()
+    cache._memory.clear()
     get_adder(cache, builder())
     assert builder.calls == 4
 
