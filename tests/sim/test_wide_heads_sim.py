@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from eager import assert_close_to_oracle
 from inputs import make_inputs
 from quiet_runs import quiet_run
 from simulated_forward import DELAY_SEEDS, launch_on_simulator, run_sim
 from slow_roles import ISLANDS, SEED, add_islands, with_each_role_slow
-from tolerances import assert_close_to_oracle
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 from wide_cases import WIDE_CASES
 from wide_heads_on_devices import (  # noqa: F401
