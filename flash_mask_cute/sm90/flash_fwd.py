@@ -195,10 +195,10 @@ class FlashAttentionForwardSm90:
     def starts_early(self) -> bool:
         """Whether CTAs may start before the launch before has ended, whose end they wait for.
 
-        Not beside a combination that waits for splits by rows: its CTAs hold registers, and the
-        few of this launch then share SMs' ways to memory (docs/facts/hopper_forward.md#decoding).
+        Not with splits by rows, which were slower so (docs/facts/hopper_forward.md#decoding).
         """
-        return self.tile_m <= DECODE_ROWS and self.split in (None, BY_STREAM_K)
+        decodes = self.tile_m <= DECODE_ROWS and self.traits.num_ctas == 1
+        return decodes and self.split in (None, BY_STREAM_K)
 
     def __post_init__(self) -> None:
         traits = traits_of(
