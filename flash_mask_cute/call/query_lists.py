@@ -20,8 +20,7 @@ from flash_mask_cute.mods.traits import find_reliance
 
 # rows of a block of queries, and query heads of a group at most
 ROWS = MOST_HEADS = 64
-# keys of a work tile, more of them first: each warpgroup has 64, or, in heads above OWN_DIM always,
-# both have the same
+# keys of a work tile: each warpgroup has 64, or both the same, as always in heads above OWN_DIM
 TILES_N, OWN_DIM = (128, 64), 128
 # least and most bytes of the rows in a range of queries, which should mostly stay in the L2 cache
 L2_BYTES, MOST_BYTES = 16 << 20, 64 << 20

@@ -117,8 +117,8 @@ class OperandLoads:
     block. share: of the rows of pages, if several warps copy them. cut: for warps that only copy
     rows, and load no query: makes the bits of a block that is cut, from the work tile, the number
     of such blocks before it and the block; returns the next number. make_bits: makes those
-    of each block, which `cut` sends as many blocks late as there are stages more than one, so that
-    no copy waits for their readers. no_bits: of no block. scales_k, scales_v: of rows of pages,
+    of each block, which `cut` sends as many blocks late as places of values permit, so that no copy
+    waits for their readers. no_bits: of no block. scales_k, scales_v: of rows of pages,
     (pages, page_size, heads). half: the columns of V of this CTA, None: all. gathers: None, or
     finds keys that do not follow each other, and the lists of these (`GatheredMask`).
     """
@@ -173,7 +173,6 @@ class OperandLoads:
         if const_expr(self.cut is not None):
             state = state._replace(cuts=Int32(0))
         if const_expr(self.make_bits is not None):
-            # more would keep a place of values from them
             late = min(self.k.channel.stages, self.v.channel.stages) - 1
             state = state._replace(bits=(self.no_bits,) * late)
         while ring.wait(tile):

@@ -200,10 +200,9 @@ class GatheredEntries(GatheredMask):
 
     @cute.jit
     def _has_blocks(self, work: Work, n_block: Int32) -> Boolean:
-        line, largest = self.list_of(work), Int32(-1)
+        line, first, largest = self.list_of(work), n_block * self._per_tile, Int32(-1)
         for i in cutlass.range(self._per_tile, unroll=8):
-            entry = self._entry(line, n_block * self._per_tile + i, work.seqlen_k)
-            largest = cutlass.max(largest, entry)
+            largest = cutlass.max(largest, self._entry(line, first + i, work.seqlen_k))
         return largest >= 0
 
     # all rows have the bits of the only query

@@ -23,6 +23,7 @@ import test_difference_tables_sim as tables
 import test_document_bits_sim
 import test_document_split_sim
 import test_fixed_splits_sim as fixed_splits
+import test_gathered_sim as gathered
 import test_lists_per_warpgroup_sim as lists_per_warpgroup
 import test_mask_bits_sim as mask_bits
 import test_page_sizes_sim as page_sizes
@@ -34,6 +35,7 @@ import test_slow_roles_sm100_sim
 import test_token_backward_sim as by_query_lists
 import test_token_mods_sim as token_mods
 import test_wide_backward_sim as wide_backward
+import torch
 from cases import Case
 from inputs import make_inputs
 from simulated_forward import run_sim
@@ -209,6 +211,14 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
     "queries-of-token-lists": (
         lambda sim: patched(by_query_lists.test_several_segments, sim, 40),
         (BACKWARD,),
+    ),
+    "queries-of-token-lists-of-wide-heads": (
+        lambda sim: token_mods.test_wide_heads(sim, "mask_mod", (6, 2, 2)),
+        (BACKWARD,),
+    ),
+    "gathered-entries": (
+        lambda sim: gathered.test_entries_of_the_only_query(sim, 4, torch.int32, 64, 16),
+        (FORWARD,),
     ),
     "queries-of-token-lists-with-mods": (
         lambda sim: token_mods.test_modified_scores(sim, "t5", (12, 1, 1), 128, True),

@@ -144,8 +144,9 @@ def test_a_mask_mod(simulator: ModuleType, heads: tuple[int, int, int], by_head:
     ],
 )
 def test_wide_heads(simulator: ModuleType, kind: str, heads: tuple[int, int, int]) -> None:
-    i, j = positions(70, 300, 200)
-    drawn = Composed.draw((1, 70, 300), heads, 64, 2, q_start=200)
+    first = 0 if kind == "mods" else 200
+    i, j = positions(70, 300, first)
+    drawn = Composed.draw((1, 70, 300), heads, 64, 2, q_start=first)
     q, k, v = (x.repeat_interleave(4, -1).roll(1, -1) for x in drawn[:3])
     drawn = drawn._replace(q=q, k=k, v=v)
     if kind == "window":
