@@ -121,9 +121,9 @@ def _resolved_mods(
 ) -> tuple[Any, ...]:
     """Constants: names of both mods (None: there is none, or it changes nothing); where each aux
     tensor comes from; where functions are whose code is guarded; numbers that are constants."""
-    mods = of_constants(score_function, score_owner), of_constants(mask_function, mask_owner)
-    inside = tuple(made_inside(x) if isinstance(x, str) else None for x in mods)
-    mods = tuple(x if y is None else y.mod for x, y in zip(mods, inside, strict=True))
+    given_mods = of_constants(score_function, score_owner), of_constants(mask_function, mask_owner)
+    inside = tuple(made_inside(x) if isinstance(x, str) else None for x in given_mods)
+    mods = tuple(x if y is None else y.mod for x, y in zip(given_mods, inside, strict=True))
     # a mod is traced by itself, not as a part of what is traced around it
     with torch._guards.tracing(None):
         return _resolve_both(mods, inside, given, device, must)

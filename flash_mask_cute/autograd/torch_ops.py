@@ -462,7 +462,8 @@ def _(
     *rows, heads_q, _ = q.shape
     lse_shape = (*rows[:-1], heads_q, rows[-1])
     max_shape = lse_shape if _argument("wants_max", arguments) else (0,)
-    return tuple(q.new_empty(x, dtype=torch.float32) for x in (lse_shape, max_shape))
+    lse, largest = (q.new_empty(x, dtype=torch.float32) for x in (lse_shape, max_shape))
+    return lse, largest
 
 
 @torch.library.impl(_library, "attention_bwd", "CompositeExplicitAutograd")
