@@ -343,9 +343,7 @@ class FlashAttentionForwardSm90:
             grid=(grid * traits.num_ctas, 1, 1),
             block=(traits.num_threads, 1, 1),
             cluster=(traits.num_ctas, 1, 1) if traits.num_ctas > 1 else None,
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=self.starts_early,
+            stream=stream, min_blocks_per_mp=1, use_pdl=self.starts_early,
         )  # fmt: skip
 
     def with_operands(self, partials: Any, lengths: Lengths, mO: cute.Tensor) -> Any:
@@ -423,10 +421,7 @@ class FlashAttentionForwardSm90:
             clear(swizzled(storage.q, traits.layout_q()), traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
-        if const_expr(self.starts_early):
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
-        sync_ctas(traits)
+        self._start()
 
         tiles = self._tiles(storage, cached_bias)
 
@@ -478,6 +473,12 @@ class FlashAttentionForwardSm90:
                 Conversion(loaded, *of_v, *of_all).stream(channels.ring)
         if const_expr(half is not None):
             sync_ctas(traits)  # each CTA arrives on mbarriers of the other
+
+    def _start(self) -> None:
+        if self.starts_early:
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+        sync_ctas(self.traits)
 
     def _tiles(self, storage: Any, cached_bias: CachedBiasRows | None) -> FwdSmem:
         traits = self.traits

@@ -174,9 +174,10 @@ def dense_attention(drawn: Drawn) -> tuple[Tensor, Tensor]:
     sink = None if sink is None else sink[:, None, None]
     cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else None
     of_keys = [drawn.sequences(x, of_keys=True) for x in (drawn.k, drawn.v)]
+    more = {"modify": cap, "sink": sink, "dtype": drawn.q.dtype}
     for *qkv, seen in zip(drawn.sequences(drawn.q), *of_keys, drawn.visible, strict=True):
         given = (x.transpose(0, 1) for x in qkv)
-        out, lse, _ = oracle.dense_attention(*given, seen, modify=cap, sink=sink)
+        out, lse, _ = oracle.dense_attention(*given, seen, **more)
         outs.append(out.transpose(0, 1))
         lses.append(lse)
     if drawn.is_packed:

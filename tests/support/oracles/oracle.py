@@ -322,17 +322,17 @@ def _blocks(p: Tensor, dim: int, size: int) -> Iterable[Tensor]:
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, bias: Tensor | None = None,
     scale: float | None = None, modify: Callable[[Tensor], Tensor] | None = None,
-    sink: Tensor | None = None,
+    sink: Tensor | None = None, dtype: torch.dtype = torch.float64,
 ) -> Attention:  # fmt: skip
     """q (..., heads, L, E), k (..., heads_kv, S, E), v (..., heads_kv, S, Ev); visible, bias and
     sink broadcast to (..., heads, L, S), and modify is a function of all scores. Rows that see
-    nothing are 0, their LSE is -inf."""
-    q, k, v = q.double(), k.double(), v.double()
+    nothing are 0, their LSE is -inf. dtype: of all steps; that of q shows what rounding costs."""
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if q.dim() > 2 and k.shape[-3] not in (1, q.shape[-3]) and q.shape[-3] > 1:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
-        scores = scores + bias.double()
+        scores = scores + bias.to(dtype)
     if modify is not None:
         scores = modify(scores)
     if visible is not None:
