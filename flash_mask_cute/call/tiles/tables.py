@@ -316,11 +316,14 @@ SM90_BWD = (
         clears_dq=True,
         query_lists=128,
     ),
-    BwdRow(
-        *(256, 256, 64, 2, 2, 1, 0),
-        "blocks of a few gathered queries; each warpgroup takes all keys and half the columns",
-        clears_dq=True,
-        query_lists=64,
+    *(
+        BwdRow(
+            *(d, d, 64, 2, stages_do, 1, 0),
+            "blocks of a few gathered queries; each warpgroup takes all keys and half the columns",
+            clears_dq=True,
+            query_lists=64,
+        )
+        for d, stages_do in ((192, 2), (256, 1))
     ),
     *(
         BwdRow(
