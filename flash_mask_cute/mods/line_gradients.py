@@ -135,7 +135,7 @@ class LineGradients:
     def _send_diagonals(
         self, block: tuple, i: cutlass.Constexpr[int], parts: tuple[Float32, ...]
     ) -> None:
-        """`send` of the whole block, of the group with number i in `even`."""
+        """`send` of the whole block, of the group with number i in `uniform`."""
         uniform, ahead = self.uniform[i], self.ahead[i]
         if ahead.is_uniform:
             uniform.add(ahead, block[1], total_of(parts))
@@ -155,7 +155,7 @@ class LineGradients:
         group: cutlass.Constexpr[LineGroup],
         grads: cute.Tensor,
     ) -> None:
-        """`send` of a group with cuts, by the warps whose turn it is."""
+        """`send` of a group with cuts. Warps take turns."""
         if self.reduces_diagonals:
             self._send_moved(block, first_col, group, self.lines.along_diagonals(grads))
 

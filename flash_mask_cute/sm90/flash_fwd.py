@@ -193,7 +193,7 @@ class FlashAttentionForwardSm90:
 
     @property
     def starts_early(self) -> bool:
-        """Whether CTAs may start before the launch before has ended, whose end they wait for.
+        """Whether CTAs may start before the last launch ends. They read after its end.
 
         Not with splits by rows, which were slower so (docs/facts/hopper_forward.md#decoding).
         """

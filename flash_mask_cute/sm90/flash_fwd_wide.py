@@ -273,7 +273,7 @@ class HalfBits(ForwardMask):
 
 @dataclass(frozen=True)
 class PairedBlocks(KeyBlocks):
-    """`KeyBlocks` of which this CTA scores half. peer: of this warpgroup."""
+    """`KeyBlocks`; this CTA scores half of each. peer: of this warpgroup."""
 
     peer: PeerRows
 
@@ -411,7 +411,7 @@ class PairedBlocks(KeyBlocks):
             channel.release(fill + len(parts) - 1)
 
     def join_rows(self, message: Int32) -> None:
-        """Sums and largest scores of rows, with those of the peer, whose maxima are equal."""
+        """Add the peer's sums of rows, and take the larger scores. Both have the same maxima."""
         softmax, is_first = self.softmax, thread_in_warpgroup() % 4 == 0
         for values, op in ((softmax.row_sum, add), (softmax.row_largest, cute.arch.fmax)):
             if values is not None:

@@ -60,7 +60,7 @@ ORDERED_LONG = (
 
 
 def cases(*found: tuple[Case, str], shared: tuple[tuple[Case, str], ...] = ()) -> Any:
-    """shared: small cases, of which `make test` runs a share here: tests/sim runs them, too."""
+    """shared: small cases. tests/sim runs them, too; here `make test` runs a share."""
     rest = [pytest.param(*x, marks=pytest.mark.shares(4)) for x in shared]
     names = "case", "name"
     return pytest.mark.parametrize(names, [*found, *rest], ids=lambda x: getattr(x, "id", x))

@@ -87,6 +87,9 @@ def test_draws(seed: int) -> None:
         (2, 128, 64, 8),
         (12, 128, 128, 9),
         (6, 64, 128, 10),
+        (8, 96, 64, 11),
+        (4, 192, 128, 12),
+        (8, 256, 64, 13),
     ],
 )
 def test_draws_by_query_lists(group: int, head_dim: int, block: int, seed: int) -> None:

@@ -35,7 +35,7 @@ def edited(simulator: ModuleType, edit: Callable[[str], str]) -> Callable[..., A
 def test_who_does_not_wait_is_noticed(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without its wait, each of the kernels reads or writes what is not there yet."""
+    """Each kernel without its wait uses memory too early, and the software GPU says so."""
     launches: list[str] = []
 
     def seen(ptx: str) -> str:
