@@ -164,12 +164,10 @@ class PeerRows(PeerWords):
             place = self._of_quad.align(8)
             cute.arch.store_async_dsmem(place, (bits[0], bits[1]), barrier, clusters.peer())
 
-    def _take_rows(self, number: Int32) -> list[Float32]:
+    def _received_rows(self) -> list[Float32]:
         place = cute.recast_ptr(self._of_quad, dtype=Float32)
         received = cute.make_tensor(place, cute.make_layout(wgmma.ROWS_PER_THREAD))
-        found = [received[r] for r in range(wgmma.ROWS_PER_THREAD)]
-        self.release(number)
-        return found
+        return [received[r] for r in range(wgmma.ROWS_PER_THREAD)]
 
     @property
     def _of_quad(self) -> cute.Pointer:
@@ -180,16 +178,20 @@ class PeerRows(PeerWords):
         self._send_rows(number, row_max, _MESSAGE)
 
     def take_probs(self, number: Int32, probs: cute.Tensor) -> list[Float32]:
-        """Read the peer's probabilities into `probs`. Returns the maxima of its rows."""
+        """Read the peer's probabilities into `probs`. Returns the maxima of its rows. Release them
+        after a product of them has begun."""
         self.take(number, probs)
-        return self._take_rows(number)
+        return self._received_rows()
 
     def exchange(self, number: Int32, of_rows: cute.Tensor) -> list[Float32]:
         """The peer's floats of rows for these, which are equal in a quad."""
         self.channel.acquire(number)
         self._send_rows(number, of_rows, _MESSAGE - _WORDS_OF_PROBS)
         self.channel.wait(number)
-        return self._take_rows(number)
+        found = self._received_rows()
+        cute.arch.fence_acq_rel_cluster()
+        self.release(number)
+        return found
 
 
 @dataclass(frozen=True)
@@ -315,10 +317,12 @@ class PairedBlocks(KeyBlocks):
         of_peer, fresh = self.make_probs(), self.make_probs()
         flags, cut = self._score(acc_S, tile, cut, fill)
         fill += traits.k_fills
-        self._take(self._message(tile, block - 1), of_peer)
+        message = self._message(tile, block)
+        self._take(message - 1, of_peer)
         self._multiply_values(of_peer, fill, waits=False)
+        self.peer.release(message - 1)
         factors = self._exponentials(False, self._rows_of(acc_S), fresh)
-        self.peer.send_probs(self._message(tile, block), fresh, self.softmax.row_max)
+        self.peer.send_probs(message, fresh, self.softmax.row_max)
         if softmax_math.differ_from_one(factors):
             warpgroup.wait_group(0)
             softmax_math.rescale(self._rows_of(self.acc_O), factors)
@@ -337,6 +341,7 @@ class PairedBlocks(KeyBlocks):
         message, of_peer = self._message(tile, block), self.make_probs()
         self._take(message, of_peer)
         fill = self._multiply_values(of_peer, fill)
+        self.peer.release(message)
         self.join_rows(message + 1)
         return fill
 
