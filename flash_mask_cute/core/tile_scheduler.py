@@ -28,6 +28,10 @@ from flash_mask_cute.core.warp_scan import WARP, running
 OWN_TILES = 7, 8
 
 
+# in place of a block that was handed out before
+DONE = -1
+
+
 class WorkTile(NamedTuple):
     """Coordinates of a work tile. head_idx counts KV heads in the backward, and in the forward if
     query heads are packed."""
@@ -87,6 +91,8 @@ class TileScheduler:
     entries_first: of dense launches, groups have a head of several sequences, then of others.
     alternating: with entries_first, a CTA begins with the tiles of a block of a group
     (`alternating_params`), and claims tiles later.
+    longest: of varlen launches, blocks that come before all others, head by head: their number,
+    and the sequence and block of one in each lane (`MaskBitsArgs.longest_walks`).
     """
 
     params: ScheduleParams
@@ -99,6 +105,7 @@ class TileScheduler:
     claims_first: cutlass.Constexpr[bool] = False
     entries_first: cutlass.Constexpr[bool] = False
     alternating: cutlass.Constexpr[bool] = False
+    longest: tuple[Int32, Int32, Int32] | None = None
 
     def start(self) -> Search:
         search = self.before_start()
@@ -180,12 +187,34 @@ class TileScheduler:
         first block of a sequence in the launch, None if it has all.
         """
         if const_expr(self.varlen):
-            work, search = self._locate_varlen(search, num_blocks_of)
+            others, num_longest = search, Int32(0)
+            if const_expr(self.longest is not None):
+                num_longest = self.longest[0] * self.params.num_heads
+                others = search._replace(index=cutlass.max(search.index - num_longest, 0))
+            work, others = self._locate_varlen(others, num_blocks_of)
+            index, search = search.index, others._replace(index=search.index)
             if const_expr(first_block_of is not None):
                 sequence = cutlass.min(work.batch_idx, self.params.num_batch - 1)
                 work = work._replace(block=work.block + first_block_of(sequence))
+            if const_expr(self.longest is not None):
+                work = self._longest_or_other(index, index < num_longest, work)
             return work, search
         return self._locate_dense(search.index), search
+
+    def _longest_or_other(self, index: Int32, is_longest: Boolean, other: WorkTile) -> WorkTile:
+        """The tile of an index: one of the longest, or another, whose block is DONE if it is one
+        of the longest, too."""
+        count, sequence, block = self.longest
+        head_idx = index // cutlass.max(count, 1)
+        lane = index - head_idx * count
+        found = (cute.arch.shuffle_sync(x, lane) for x in (block, sequence))
+        is_done = (sequence == other.batch_idx) & (block == other.block)
+        other_block = cutlass.select_(cute.arch.vote_any_sync(is_done), Int32(DONE), other.block)
+        first = WorkTile(next(found), head_idx, next(found), Boolean(True))
+        other = other._replace(block=other_block)
+        return WorkTile(
+            *(cutlass.select_(is_longest, x, y) for x, y in zip(first, other, strict=True))
+        )
 
     def _walk_order(self, block: Int32, num_blocks: Int32) -> Int32:
         block = num_blocks - 1 - block if self.last_first else block

@@ -14,7 +14,8 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.core.walk_ring import highest_bit
 from flash_mask_cute.core.warp_scan import WARP, running
-from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, TileCoord
+from flash_mask_cute.limits import LONGEST
+from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, QueryMaskBits, TileCoord
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs
 
 # CTAs that fill tiles, more than an SM holds of them times the SMs of any GPU
@@ -97,6 +98,11 @@ class SequenceMaskBits:
             block=(mask_bits.tiles.shape[3], 1, 1),
             stream=stream,
         )
+        # calls by documents are large
+        if self.are_parts and isinstance(self.tile_kernel, QueryMaskBits):
+            self.pick(mask_bits, mCuSeqlensQ).launch(
+                grid=(mCuSeqlensQ.shape[0] - 1, 1, 1), block=(WARP * WARP, 1, 1), stream=stream
+            )
 
     @cute.kernel
     def number(
@@ -147,6 +153,8 @@ class SequenceMaskBits:
         rows = cute.ceil_div(_length(mCuSeqlensQ, last), self.tile_kernel.traits.tile_m)
         end = mask_bits.places[last, 0] + rows * mask_bits.places[last, 1]
         end = cutlass.min(end, first + cute.size(mask_bits.states, mode=[2]))
+        if (cta == 0) & is_first_warp & (lane == 0):
+            mask_bits.places[last + 1 + LONGEST, 0] = Int32(0)
         for base in cutlass.range(first + cta * TILES_JUDGED, end, ctas * TILES_JUDGED):
             number = cutlass.min(base + lane, end - 1)
             entry = number // tiles
@@ -179,6 +187,39 @@ class SequenceMaskBits:
                 one = TileCoord(*(cute.arch.shuffle_sync(x, at) for x in place))
                 state = self.tile_kernel.store_bits(mask_bits, rules, one)
                 self.tile_kernel.store_state(mask_bits, one, state)
+
+    @cute.kernel
+    def pick(self, mask_bits: MaskBitsArgs, mCuSeqlensQ: cute.Tensor):
+        """List a chunk's blocks of queries with more than twice the visible tiles of the mean in
+        their sequence. A CTA has a sequence."""
+        sequence, _, _ = cute.arch.block_idx()
+        warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        sSums = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARP))
+        listed = cute.domain_offset((cute.size(mCuSeqlensQ) - 1, 0), mask_bits.places)
+        blocks = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.tile_kernel.traits.tile_m)
+        first, end = (cutlass.min(x, blocks) for x in mask_bits.rows_of_query_chunk(sequence))
+        visible = Int32(0)
+        for block in cutlass.range(first + warp_idx, end, WARP):
+            visible += self._num_visible(mask_bits, sequence, block)
+        if lane == 0:
+            sSums[warp_idx] = visible
+        cute.arch.sync_threads()
+        of_all = Int32(cute.arch.warp_redux_sync(sSums[lane], "add"))
+        for block in cutlass.range(first + warp_idx, end, WARP):
+            visible = self._num_visible(mask_bits, sequence, block)
+            if (lane == 0) & (visible * (end - first) > 2 * of_all):
+                at = cute.arch.atomic_add(listed[LONGEST, None].iterator, Int32(1))
+                if at < LONGEST:
+                    listed[at, 0], listed[at, 1] = sequence, block
+
+    @cute.jit
+    def _num_visible(self, mask_bits: MaskBitsArgs, sequence: Int32, block: Int32) -> Int32:
+        """Tiles that a block of queries walks over."""
+        in_row, count = mask_bits.places[sequence, 1], Int32(0)
+        _, _, first = mask_bits.index(sequence, block, 0)
+        for number in cutlass.range(first + cute.arch.lane_idx(), first + in_row, WARP, unroll=8):
+            count += mask_bits.states[0, 0, number] & FULL
+        return Int32(cute.arch.warp_redux_sync(count, "add"))
 
     @cute.jit
     def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:

@@ -308,12 +308,14 @@ def schedule_forward(
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         if alternating:
             params = alternating_params(params)
-        kind = TileScheduler
+        kind, longest, mask_bits = TileScheduler, None, rules.args.mask_bits
+        if const_expr(mask_bits is not None and mask_bits.places is not None and claims is None):
+            longest = mask_bits.longest_walks()
         if const_expr(claims is not None):
             kind, ctas_per_tile = CommonTiles, clusters.CTAS
         scheduler = kind(
             params, tile_counter, last_first, varlen, ctas_per_tile, claims, mirrored=mirrored,
-            entries_first=alternating, alternating=alternating,
+            entries_first=alternating, alternating=alternating, longest=longest,
         )  # fmt: skip
         if isinstance(partials, RunningSums):
             blocks = partials.split_blocks
