@@ -14,8 +14,8 @@ launch, sequence by sequence, over the heads of one.
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -186,35 +186,31 @@ class TileScheduler:
         num_blocks_of(batch_idx): blocks of a sequence, used if these differ; first_block_of: the
         first block of a sequence in the launch, None if it has all.
         """
+        if const_expr(self.longest is not None):
+            return self._locate_longest(search, num_blocks_of, first_block_of)
         if const_expr(self.varlen):
-            others, num_longest = search, Int32(0)
-            if const_expr(self.longest is not None):
-                num_longest = self.longest[0] * self.params.num_heads
-                others = search._replace(index=cutlass.max(search.index - num_longest, 0))
-            work, others = self._locate_varlen(others, num_blocks_of)
-            index, search = search.index, others._replace(index=search.index)
+            work, search = self._locate_varlen(search, num_blocks_of)
             if const_expr(first_block_of is not None):
                 sequence = cutlass.min(work.batch_idx, self.params.num_batch - 1)
                 work = work._replace(block=work.block + first_block_of(sequence))
-            if const_expr(self.longest is not None):
-                work = self._longest_or_other(index, index < num_longest, work)
             return work, search
         return self._locate_dense(search.index), search
 
-    def _longest_or_other(self, index: Int32, is_longest: Boolean, other: WorkTile) -> WorkTile:
-        """The tile of an index: one of the longest, or another, whose block is DONE if it is one
-        of the longest, too."""
+    def _locate_longest(self, search: Search, *blocks_of: Any) -> tuple[WorkTile, Search]:
+        """The longest blocks, then all blocks, of which those are marked as done."""
         count, sequence, block = self.longest
-        head_idx = index // cutlass.max(count, 1)
-        lane = index - head_idx * count
-        found = (cute.arch.shuffle_sync(x, lane) for x in (block, sequence))
-        is_done = (sequence == other.batch_idx) & (block == other.block)
-        other_block = cutlass.select_(cute.arch.vote_any_sync(is_done), Int32(DONE), other.block)
-        first = WorkTile(next(found), head_idx, next(found), Boolean(True))
-        other = other._replace(block=other_block)
-        return WorkTile(
-            *(cutlass.select_(is_longest, x, y) for x, y in zip(first, other, strict=True))
-        )
+        num_longest = count * self.params.num_heads
+        others = search._replace(index=cutlass.max(search.index - num_longest, 0))
+        other, others = replace(self, longest=None).locate(others, *blocks_of)
+        is_done = cute.arch.vote_any_sync((sequence == other.batch_idx) & (block == other.block))
+        other = other._replace(block=cutlass.select_(is_done, Int32(DONE), other.block))
+        head_idx = search.index // cutlass.max(count, 1)
+        at = search.index - head_idx * count
+        block, sequence = (cute.arch.shuffle_sync(x, at) for x in (block, sequence))
+        own = WorkTile(block, head_idx, sequence, Boolean(True))
+        is_own = search.index < num_longest
+        work = WorkTile(*(cutlass.select_(is_own, x, y) for x, y in zip(own, other, strict=True)))
+        return work, others._replace(index=search.index)
 
     def _walk_order(self, block: Int32, num_blocks: Int32) -> Int32:
         block = num_blocks - 1 - block if self.last_first else block

@@ -308,9 +308,9 @@ def schedule_forward(
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         if alternating:
             params = alternating_params(params)
-        kind, longest, mask_bits = TileScheduler, None, rules.args.mask_bits
-        if const_expr(mask_bits is not None and mask_bits.places is not None and claims is None):
-            longest = mask_bits.longest_walks()
+        kind, longest, bits = TileScheduler, None, rules.args.mask_bits
+        if const_expr(claims is partials is None and bits is not None and bits.places is not None):
+            longest = bits.longest_walks()
         if const_expr(claims is not None):
             kind, ctas_per_tile = CommonTiles, clusters.CTAS
         scheduler = kind(
