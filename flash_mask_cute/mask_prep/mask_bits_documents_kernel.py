@@ -13,14 +13,12 @@ from cutlass import Boolean, Int32, const_expr
 from flash_mask_cute.core.walk_ring import highest_bit
 from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
 from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, QueryMaskBits, TileCoord
-from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
+from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import TILES_JUDGED, SequenceMaskBits
 from flash_mask_cute.rules.bit_tile import ALL, WORD
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows
 
 # keys that the words of a line have bits for, and as many queries
 SPANS_TILE = 128
-# neighbouring tiles of a block of queries, of a CTA
-COLUMNS_JUDGED = 16
 
 
 class DocumentMaskBits:
@@ -100,7 +98,7 @@ class KeySpans:
         self.clear(mSpans, rows, Int32(seqlen)).launch(
             grid=(cute.ceil_div(rows, SPANS_TILE), 1, 1), block=(SPANS_TILE, 1, 1), stream=stream
         )
-        groups = cute.ceil_div(blocks, COLUMNS_JUDGED)
+        groups = cute.ceil_div(blocks, TILES_JUDGED)
         self.widen(mSpans, Int32(blocks), Int32(seqlen), masks, Int32(0)).launch(
             grid=(entries * blocks * groups, 1, 1), block=(SPANS_TILE, 1, 1), stream=stream
         )
@@ -124,23 +122,23 @@ class KeySpans:
         that with the queries' own keys, then the others. Lanes judge a tile each."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        groups = cute.ceil_div(blocks, COLUMNS_JUDGED)
+        groups = cute.ceil_div(blocks, TILES_JUDGED)
         rows = ctas // groups
         nth_group = cta // rows
         row = cta - nth_group * rows
         entry = row // blocks
         m_block = row - entry * blocks
-        outermost = m_block // COLUMNS_JUDGED
+        outermost = m_block // TILES_JUDGED
         if const_expr(not self.all_tiles.is_causal):
             outermost = groups - 1
         group = cutlass.select_(nth_group > outermost, nth_group, nth_group - 1)
         group = cutlass.select_(nth_group == 1, outermost, group)
-        first_block = cutlass.max(group, 0) * COLUMNS_JUDGED
+        first_block = cutlass.max(group, 0) * TILES_JUDGED
         lane, rules = cute.arch.lane_idx(), self.all_tiles.rules_of(masks)
         seqlens = seqlen, seqlen
         place = TileCoord(entry, m_block, first_block, any_head, entry, Int32(0), *seqlens)
         is_listed, needs_mask_mod = Boolean(False), Boolean(False)
-        if (lane < COLUMNS_JUDGED) & (first_block + lane < blocks):
+        if (lane < TILES_JUDGED) & (first_block + lane < blocks):
             own = place._replace(n_block=first_block + lane)
             is_listed, needs_mask_mod = self.all_tiles.judge(rules, own)
         todo = Int32(cute.arch.vote_ballot_sync(is_listed))

@@ -21,7 +21,7 @@ from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs
 # CTAs that fill tiles, more than an SM holds of them times the SMs of any GPU
 MAX_CTAS = 1 << 13
 # neighbouring tiles that the lanes of a warp judge together
-TILES_JUDGED = 8
+TILES_JUDGED = 16
 
 
 class SequenceMaskBits:
@@ -191,35 +191,34 @@ class SequenceMaskBits:
     @cute.kernel
     def pick(self, mask_bits: MaskBitsArgs, mCuSeqlensQ: cute.Tensor):
         """List a chunk's blocks of queries with more than twice the visible tiles of the mean in
-        their sequence. A CTA has a sequence."""
+        their sequence. A CTA has a sequence, or 1024 blocks of it."""
         sequence, _, _ = cute.arch.block_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-        sSums = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARP))
+        sVisible = cutlass.memory.SmemAllocator().allocate_tensor(
+            Int32, cute.make_layout((WARP, WARP))
+        )
         listed = cute.domain_offset((cute.size(mCuSeqlensQ) - 1, 0), mask_bits.places)
         blocks = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.tile_kernel.traits.tile_m)
-        first, end = (cutlass.min(x, blocks) for x in mask_bits.rows_of_query_chunk(sequence))
-        visible = Int32(0)
-        for block in cutlass.range(first + warp_idx, end, WARP):
-            visible += self._num_visible(mask_bits, sequence, block)
-        if lane == 0:
-            sSums[warp_idx] = visible
+        begin, end = (cutlass.min(x, blocks) for x in mask_bits.rows_of_query_chunk(sequence))
+        rows, in_row = cutlass.min(end - begin, WARP * WARP), mask_bits.places[sequence, 1]
+        _, _, first = mask_bits.index(sequence, begin, 0)
+        for row in cutlass.range(warp_idx, WARP * WARP, WARP):
+            visible = Int32(0)
+            if row < rows:
+                for n_block in cutlass.range(lane, in_row, WARP, unroll=8):
+                    visible += mask_bits.states[0, 0, first + row * in_row + n_block] & FULL
+            visible = Int32(cute.arch.warp_redux_sync(visible, "add"))
+            if lane == 0:
+                sVisible[warp_idx, row // WARP] = visible
         cute.arch.sync_threads()
-        of_all = Int32(cute.arch.warp_redux_sync(sSums[lane], "add"))
-        for block in cutlass.range(first + warp_idx, end, WARP):
-            visible = self._num_visible(mask_bits, sequence, block)
-            if (lane == 0) & (visible * (end - first) > 2 * of_all):
-                at = cute.arch.atomic_add(listed[LONGEST, None].iterator, Int32(1))
-                if at < LONGEST:
-                    listed[at, 0], listed[at, 1] = sequence, block
-
-    @cute.jit
-    def _num_visible(self, mask_bits: MaskBitsArgs, sequence: Int32, block: Int32) -> Int32:
-        """Tiles that a block of queries walks over."""
-        in_row, count = mask_bits.places[sequence, 1], Int32(0)
-        _, _, first = mask_bits.index(sequence, block, 0)
-        for number in cutlass.range(first + cute.arch.lane_idx(), first + in_row, WARP, unroll=8):
-            count += mask_bits.states[0, 0, number] & FULL
-        return Int32(cute.arch.warp_redux_sync(count, "add"))
+        of_all = Int32(0)
+        for i in cutlass.range_constexpr(WARP):
+            of_all += sVisible[lane, i]
+        of_all = Int32(cute.arch.warp_redux_sync(of_all, "add"))
+        if sVisible[warp_idx, lane] * rows > 2 * of_all:
+            at = cute.arch.atomic_add(listed[LONGEST, None].iterator, Int32(1))
+            if at < LONGEST:
+                listed[at, 0], listed[at, 1] = sequence, begin + lane * WARP + warp_idx
 
     @cute.jit
     def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:
