@@ -28,13 +28,9 @@ from flash_mask_cute.core.warp_scan import WARP, running
 OWN_TILES = 7, 8
 
 
-# in place of a block that was handed out before
-DONE = -1
-
-
 class WorkTile(NamedTuple):
     """Coordinates of a work tile. head_idx counts KV heads in the backward, and in the forward if
-    query heads are packed."""
+    query heads are packed. block: negative if the tile was handed out before."""
 
     block: Int32
     head_idx: Int32
@@ -203,7 +199,7 @@ class TileScheduler:
         others = search._replace(index=cutlass.max(search.index - num_longest, 0))
         other, others = replace(self, longest=None).locate(others, *blocks_of)
         is_done = cute.arch.vote_any_sync((sequence == other.batch_idx) & (block == other.block))
-        other = other._replace(block=cutlass.select_(is_done, Int32(DONE), other.block))
+        other = other._replace(block=cutlass.select_(is_done, Int32(-1), other.block))
         head_idx = search.index // cutlass.max(count, 1)
         at = search.index - head_idx * count
         block, sequence = (cute.arch.shuffle_sync(x, at) for x in (block, sequence))

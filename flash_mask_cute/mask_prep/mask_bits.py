@@ -233,7 +233,7 @@ class SequenceBitsPlan(_MaskBitsPlan):
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        places = _new_places(q, self.batch)
+        places = q.new_empty((self.batch + LONGEST + 1, 2), dtype=torch.int32)
         mask_bits, query_chunk = (*_new_mask_bits(q, self.shape), places), (0, self.shape[2])
         call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, self.window
         function(mask_bits, *mask_inputs.cu_seqlens, *call_args, query_chunk)
@@ -266,7 +266,7 @@ class DocumentBitsPlan(_MaskBitsPlan):
         """With the starts of the documents. The last chunks are empty unless there is only one."""
         slots = max_documents(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
-        places = _new_places(q, self.batch * slots)
+        places = q.new_empty((self.batch * slots + LONGEST + 1, 2), dtype=torch.int32)
         cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
         spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
         bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)
@@ -294,10 +294,6 @@ def most_tiles(tiles: BitTiles, pairs: int, rows: int, keys: int, sequences: int
 def _new_mask_bits(q: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     tiles = q.new_empty(shape, dtype=torch.int32)
     return tiles, q.new_empty(shape[:3], dtype=torch.int32)
-
-
-def _new_places(q: Tensor, sequences: int) -> Tensor:
-    return q.new_empty((sequences + LONGEST + 1, 2), dtype=torch.int32)
 
 
 MaskBitsPlan: TypeAlias = EntryBitsPlan | SequenceBitsPlan | DocumentBitsPlan

@@ -194,9 +194,8 @@ class SequenceMaskBits:
         their sequence. A CTA has a sequence, or 1024 blocks of it."""
         sequence, _, _ = cute.arch.block_idx()
         warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-        sVisible = cutlass.memory.SmemAllocator().allocate_tensor(
-            Int32, cute.make_layout((WARP, WARP))
-        )
+        allocator = cutlass.memory.SmemAllocator()
+        sVisible = allocator.allocate_tensor(Int32, cute.make_layout((WARP, WARP)))
         listed = cute.domain_offset((cute.size(mCuSeqlensQ) - 1, 0), mask_bits.places)
         blocks = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.tile_kernel.traits.tile_m)
         begin, end = (cutlass.min(x, blocks) for x in mask_bits.rows_of_query_chunk(sequence))

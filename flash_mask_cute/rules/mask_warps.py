@@ -7,7 +7,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.lengths import Lengths, describe
-from flash_mask_cute.core.tile_scheduler import DONE, TileScheduler
+from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.walk_ring import Block, WalkRing
 from flash_mask_cute.core.work_ring import NO_WORK, Work, WorkRing
 from flash_mask_cute.rules.backward_mask import BackwardMask
@@ -36,7 +36,7 @@ def send_walks(
     tiles, chunks = Int32(0), Int32(0)
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)
     while tile.is_valid:
-        if scheduler.longest is None or tile.block != DONE:
+        if scheduler.longest is None or tile.block >= 0:
             work = describe(tile, lengths, is_by_keys)
             if const_expr(num_splits is not None):
                 work = rules.split(work, scheduler.params.num_heads // num_splits, num_splits)
