@@ -20,6 +20,7 @@ from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.core.tile_state import EMPTY, FULL
 from flash_mask_cute.limits import LONGEST
+from flash_mask_cute.mask_prep import mask_bits_documents_kernel
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
     BitTiles,
@@ -129,8 +130,12 @@ def test_states_of_the_tiles_of_documents(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) -> None:
-    """What a callable says of them does not join documents that it separates otherwise."""
+def test_causal_masking_hides_later_keys(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    """What a callable says of them does not join documents that it separates otherwise. A row of
+    tiles is that of several CTAs."""
+    monkeypatch.setattr(mask_bits_documents_kernel, "TILES_JUDGED", 4)
     lengths = torch.tensor(LENGTHS[1])
     ends = torch.repeat_interleave(lengths.cumsum(0), lengths).int()
     bits_plan = bits_plan_of("forward", 64, until_the_end, ends, causal=causal)
