@@ -309,7 +309,7 @@ def schedule_forward(
         if alternating:
             params = alternating_params(params)
         kind, longest, bits = TileScheduler, None, rules.args.mask_bits
-        if const_expr(claims is partials is None and bits is not None and bits.places is not None):
+        if claims is partials is None and bits is not None and bits.places is not None:
             longest = bits.longest_walks()
         if const_expr(claims is not None):
             kind, ctas_per_tile = CommonTiles, clusters.CTAS
