@@ -29,6 +29,8 @@ MAX_POSITION = 1 << 29
 AT_END = -MAX_POSITION
 # keys of a bit tile, whatever the tile has
 MAX_COLUMNS = 128
+# blocks of queries that a launch with mask bits may compute before all others: one for each lane
+LONGEST = 32
 # rows of a packed sequence: those of TMA's view of one (`core/tma.py`, ragged_rows)
 MAX_PACKED_SEQLEN = 1 << 26
 # how far from the sink, in units of it or of 1, the LSE of a row that sees nothing may be

@@ -35,8 +35,8 @@ class QuerySchedule(NamedTuple):
         traits: of the kernel: head_dim, head_dim_v, cluster_tile_m, packed_heads and group_size.
         num_groups: the most CTAs, or pairs of them, to launch. group_bytes: for dense calls, the
         size of keys and values whose heads form a group, and which stay in the L2 cache together;
-        None: the heads of one KV head form a group. blocks: only these blocks of each dense
-        sequence, the first one and their number.
+        None: the heads of one KV head form a group. Groups are about equal. blocks: only these
+        blocks of each dense sequence, the first one and their number.
         """
         varlen_q = const_expr(lengths.cu_seqlens_q is not None)
         heads_q = mQ.shape[1] if varlen_q else mQ.shape[2]
@@ -58,7 +58,9 @@ class QuerySchedule(NamedTuple):
             )
             most = heads_kv * num_batch
             fitting = Int32(cutlass.max(cutlass.min(group_bytes // kv_bytes, most), 1))
-            heads_per_group = fitting * heads_per_kv
+            # the long walks of a small last group would begin late
+            groups = cutlass.max(cute.ceil_div(most, fitting), 1)
+            heads_per_group = cute.ceil_div(most, groups) * heads_per_kv
         num_rows = num_heads if num_splits is None else num_heads * num_splits
         grid = Int32(num_groups)
         if not varlen_q:

@@ -14,8 +14,8 @@ launch, sequence by sequence, over the heads of one.
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -30,7 +30,7 @@ OWN_TILES = 7, 8
 
 class WorkTile(NamedTuple):
     """Coordinates of a work tile. head_idx counts KV heads in the backward, and in the forward if
-    query heads are packed."""
+    query heads are packed. block: negative if the tile was handed out before."""
 
     block: Int32
     head_idx: Int32
@@ -87,6 +87,8 @@ class TileScheduler:
     entries_first: of dense launches, groups have a head of several sequences, then of others.
     alternating: with entries_first, a CTA begins with the tiles of a block of a group
     (`alternating_params`), and claims tiles later.
+    longest: of varlen launches, blocks that come before all others, head by head: their number,
+    and the sequence and block of one in each lane (`MaskBitsArgs.longest_walks`).
     """
 
     params: ScheduleParams
@@ -99,6 +101,7 @@ class TileScheduler:
     claims_first: cutlass.Constexpr[bool] = False
     entries_first: cutlass.Constexpr[bool] = False
     alternating: cutlass.Constexpr[bool] = False
+    longest: tuple[Int32, Int32, Int32] | None = None
 
     def start(self) -> Search:
         search = self.before_start()
@@ -179,6 +182,8 @@ class TileScheduler:
         num_blocks_of(batch_idx): blocks of a sequence, used if these differ; first_block_of: the
         first block of a sequence in the launch, None if it has all.
         """
+        if const_expr(self.longest is not None):
+            return self._locate_longest(search, num_blocks_of, first_block_of)
         if const_expr(self.varlen):
             work, search = self._locate_varlen(search, num_blocks_of)
             if const_expr(first_block_of is not None):
@@ -186,6 +191,22 @@ class TileScheduler:
                 work = work._replace(block=work.block + first_block_of(sequence))
             return work, search
         return self._locate_dense(search.index), search
+
+    def _locate_longest(self, search: Search, *blocks_of: Any) -> tuple[WorkTile, Search]:
+        """The longest blocks, then all blocks, of which those are marked as done."""
+        count, sequence, block = self.longest
+        num_longest = count * self.params.num_heads
+        others = search._replace(index=cutlass.max(search.index - num_longest, 0))
+        other, others = replace(self, longest=None).locate(others, *blocks_of)
+        is_done = cute.arch.vote_any_sync((sequence == other.batch_idx) & (block == other.block))
+        other = other._replace(block=cutlass.select_(is_done, Int32(-1), other.block))
+        head_idx = search.index // cutlass.max(count, 1)
+        at = search.index - head_idx * count
+        block, sequence = (cute.arch.shuffle_sync(x, at) for x in (block, sequence))
+        own = WorkTile(block, head_idx, sequence, Boolean(True))
+        is_own = search.index < num_longest
+        work = WorkTile(*(cutlass.select_(is_own, x, y) for x, y in zip(own, other, strict=True)))
+        return work, others._replace(index=search.index)
 
     def _walk_order(self, block: Int32, num_blocks: Int32) -> Int32:
         block = num_blocks - 1 - block if self.last_first else block

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flash_mask_cute.limits import MAX_COLUMNS
+from flash_mask_cute.limits import LONGEST, MAX_COLUMNS
 from flash_mask_cute.mask_prep.column_bounds import num_key_blocks
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DOCUMENT_STRIDE, max_documents
 from flash_mask_cute.runtime import fake_tensors
@@ -233,7 +233,7 @@ class SequenceBitsPlan(_MaskBitsPlan):
     def query_chunks(
         self, function: MaskBitsFunction, q: Tensor, mask_inputs: MaskInputs
     ) -> Iterator[MaskBits]:
-        places = q.new_empty((self.batch, 2), dtype=torch.int32)
+        places = q.new_empty((self.batch + LONGEST + 1, 2), dtype=torch.int32)
         mask_bits, query_chunk = (*_new_mask_bits(q, self.shape), places), (0, self.shape[2])
         call_args = mask_inputs.block_bits, mask_inputs.aux_tensors, self.window
         function(mask_bits, *mask_inputs.cu_seqlens, *call_args, query_chunk)
@@ -266,7 +266,7 @@ class DocumentBitsPlan(_MaskBitsPlan):
         """With the starts of the documents. The last chunks are empty unless there is only one."""
         slots = max_documents(self.seqlen)
         num_bounds = num_key_blocks(self.seqlen, BOUNDS_TILE, None)
-        places = q.new_empty((self.batch * slots, 2), dtype=torch.int32)
+        places = q.new_empty((self.batch * slots + LONGEST + 1, 2), dtype=torch.int32)
         cu_seqlens = q.new_empty((self.batch * slots + 1,), dtype=torch.int32)
         spans = q.new_empty((self.entries, 1, self.seqlen, 2), dtype=torch.int32)
         bounds = q.new_empty((self.entries, 1, 4, num_bounds), dtype=torch.int32)

@@ -10,9 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_mask_cute.core.walk_ring import highest_bit
 from flash_mask_cute.mask_prep.documents_kernel import DocumentSplit
 from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, QueryMaskBits, TileCoord
-from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import SequenceMaskBits
+from flash_mask_cute.mask_prep.mask_bits_varlen_kernel import TILES_JUDGED, SequenceMaskBits
 from flash_mask_cute.rules.bit_tile import ALL, WORD
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs, MaskWarpRows
 
@@ -97,8 +98,9 @@ class KeySpans:
         self.clear(mSpans, rows, Int32(seqlen)).launch(
             grid=(cute.ceil_div(rows, SPANS_TILE), 1, 1), block=(SPANS_TILE, 1, 1), stream=stream
         )
+        groups = cute.ceil_div(blocks, TILES_JUDGED)
         self.widen(mSpans, Int32(blocks), Int32(seqlen), masks, Int32(0)).launch(
-            grid=(entries * blocks * blocks, 1, 1), block=(SPANS_TILE, 1, 1), stream=stream
+            grid=(entries * blocks * groups, 1, 1), block=(SPANS_TILE, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -115,52 +117,68 @@ class KeySpans:
     def widen(
         self, mSpans: cute.Tensor, blocks: Int32, seqlen: Int32, masks: MaskArgs, any_head: Int32
     ):
-        """Widen the spans of a tile's queries to the keys that they see in it. All queries proceed
-        in steps: the first keys, the last keys or their own, then the others."""
+        """Widen the spans of a block of queries to the keys that they see in neighbouring tiles,
+        the outermost ones first. CTAs proceed likewise: the first group of tiles, the last one or
+        that with the queries' own keys, then the others. Lanes judge a tile each."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        rows = ctas // blocks
-        nth_column = cta // rows
-        row = cta - nth_column * rows
+        groups = cute.ceil_div(blocks, TILES_JUDGED)
+        rows = ctas // groups
+        nth_group = cta // rows
+        row = cta - nth_group * rows
         entry = row // blocks
         m_block = row - entry * blocks
-        outermost = m_block if const_expr(self.all_tiles.is_causal) else blocks - 1
-        n_block = cutlass.select_(nth_column > outermost, nth_column, nth_column - 1)
-        n_block = cutlass.select_(nth_column == 1, outermost, n_block)
-        n_block = cutlass.max(n_block, 0)
+        outermost = m_block // TILES_JUDGED
+        if const_expr(not self.all_tiles.is_causal):
+            outermost = groups - 1
+        group = cutlass.select_(nth_group > outermost, nth_group, nth_group - 1)
+        group = cutlass.select_(nth_group == 1, outermost, group)
+        first_block = cutlass.max(group, 0) * TILES_JUDGED
+        lane, rules = cute.arch.lane_idx(), self.all_tiles.rules_of(masks)
         seqlens = seqlen, seqlen
-        place = TileCoord(entry, m_block, n_block, any_head, entry, Int32(0), *seqlens)
+        place = TileCoord(entry, m_block, first_block, any_head, entry, Int32(0), *seqlens)
+        is_listed, needs_mask_mod = Boolean(False), Boolean(False)
+        if (lane < TILES_JUDGED) & (first_block + lane < blocks):
+            own = place._replace(n_block=first_block + lane)
+            is_listed, needs_mask_mod = self.all_tiles.judge(rules, own)
+        todo = Int32(cute.arch.vote_ballot_sync(is_listed))
+        partial = Int32(cute.arch.vote_ballot_sync(needs_mask_mod))
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warp_rows = MaskWarpRows.create(warp_idx, SPANS_TILE // WORD, SPANS_TILE, self.columns)
-        rules = self.all_tiles.rules_of(masks)
-        is_listed, needs_mask_mod = self.all_tiles.judge(rules, place)
         work = self.all_tiles.work_of(place)
         query = warp_rows.line(work, 0)
-        begin = n_block * SPANS_TILE
-        end = cutlass.min(begin + SPANS_TILE, seqlen)
-        may_widen = query < seqlen
-        if may_widen:
-            may_widen = (mSpans[entry, 0, query, 1] > begin) | (mSpans[entry, 0, query, 0] < end)
-        if is_listed & cute.arch.vote_any_sync(may_widen):
-            words = warp_rows.fill(ALL)
-            if needs_mask_mod:
-                words = self.all_tiles.words(rules, place, warp_rows)
-            sees_any, first, last = Boolean(False), end, begin
-            for w, word in enumerate(words):
-                lowest = WORD - 1 - Int32(cute.arch.clz(word & (0 - word)))
-                highest = WORD - 1 - Int32(cute.arch.clz(word))
-                is_any = word != 0
-                at = begin + self.columns.col_of(w, lowest)
-                first = cutlass.select_(is_any, cutlass.min(first, at), first)
-                at = begin + self.columns.col_of(w, highest)
-                last = cutlass.select_(is_any, cutlass.max(last, at), last)
-                sees_any = sees_any | is_any
-            if const_expr(self.all_tiles.is_causal or self.all_tiles.is_local):
-                low, high = rules.block_info.band(work.seqlen).k_range(query)
-                first, last = cutlass.max(first, low), cutlass.min(last, high - 1)
-                sees_any = sees_any & (first <= last)
-            if sees_any & (query < seqlen):
-                span = mSpans[entry, 0, query, None]
-                cute.arch.atomic_max(span.iterator, cutlass.min(last + 1, end))
-                begins = cute.domain_offset((1,), span)
-                cute.arch.atomic_min(begins.iterator, first)
+        # a row past the end is as wide as can be
+        known_first, known_end = Int32(0), seqlen
+        if query < seqlen:
+            known_first, known_end = mSpans[entry, 0, query, 1], mSpans[entry, 0, query, 0]
+        first, end = known_first, known_end
+        takes_last = Boolean(False)
+        while todo != 0:
+            at = cutlass.select_(takes_last, highest_bit(todo), highest_bit(todo & -todo))
+            takes_last = takes_last == Boolean(False)
+            todo = todo & ~(Int32(1) << at)
+            n_block = first_block + at
+            begin = n_block * SPANS_TILE
+            tile_end = cutlass.min(begin + SPANS_TILE, seqlen)
+            if cute.arch.vote_any_sync((first > begin) | (end < tile_end)):
+                words = warp_rows.fill(ALL)
+                if ((partial >> at) & 1) != 0:
+                    words = self.all_tiles.words(rules, place._replace(n_block=n_block), warp_rows)
+                lowest, highest = tile_end, begin - 1
+                for w, word in enumerate(words):
+                    key = begin + self.columns.col_of(w, highest_bit(word & (0 - word)))
+                    lowest = cutlass.select_(word != 0, cutlass.min(lowest, key), lowest)
+                    key = begin + self.columns.col_of(w, highest_bit(word))
+                    highest = cutlass.select_(word != 0, cutlass.max(highest, key), highest)
+                if const_expr(self.all_tiles.is_causal or self.all_tiles.is_local):
+                    low, high = rules.block_info.band(work.seqlen).k_range(query)
+                    lowest, highest = cutlass.max(lowest, low), cutlass.min(highest, high - 1)
+                if (lowest <= highest) & (query < seqlen):
+                    first = cutlass.min(first, lowest)
+                    end = cutlass.max(end, cutlass.min(highest + 1, tile_end))
+        span = mSpans[entry, 0, query, None]
+        if end > known_end:
+            cute.arch.atomic_max(span.iterator, end)
+        if first < known_first:
+            begins = cute.domain_offset((1,), span)
+            cute.arch.atomic_min(begins.iterator, first)

@@ -168,21 +168,31 @@ class MaskBitsKernel:
     @cute.jit
     def fill(self, mask_bits: MaskBitsArgs, masks: MaskArgs, place: TileCoord) -> None:
         """Store the bits and state of a tile. Run by all threads of a CTA, one for each line."""
-        lines = mask_bits.tiles.shape[3]
-        num_warps = lines // WORD
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warp_rows = MaskWarpRows.create(warp_idx, num_warps, lines, self.columns)
-        sStates = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
-
         rules = self.rules_of(masks)
         is_listed, needs_mask_mod = self.judge(rules, place)
         state = cutlass.select_(is_listed, Int32(FULL), Int32(EMPTY))
         if is_listed & needs_mask_mod:
-            words = self.words(rules, place, warp_rows)
-            state = rules.state_of_words(words)
-            if const_expr(rules.has_halves):
-                words = bit_tile.join_halves(words)
-            warp_rows.store(mask_bits.tile(*place.tile), words)
+            state = self.store_bits(mask_bits, rules, place)
+        self.store_state(mask_bits, place, state)
+
+    def store_bits(self, mask_bits: MaskBitsArgs, rules: MaskRules, place: TileCoord) -> Int32:
+        """Store a warp's bits of a tile, and return their state."""
+        lines = mask_bits.tiles.shape[3]
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp_rows = MaskWarpRows.create(warp_idx, lines // WORD, lines, self.columns)
+        words = self.words(rules, place, warp_rows)
+        state = rules.state_of_words(words)
+        if const_expr(rules.has_halves):
+            words = bit_tile.join_halves(words)
+        warp_rows.store(mask_bits.tile(*place.tile), words)
+        return state
+
+    @cute.jit
+    def store_state(self, mask_bits: MaskBitsArgs, place: TileCoord, state: Int32) -> None:
+        """Store the state of a tile by those of all warps' parts."""
+        num_warps = mask_bits.tiles.shape[3] // WORD
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        sStates = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(num_warps))
         if cute.arch.lane_idx() == 0:
             sStates[warp_idx] = state
         cute.arch.sync_threads()

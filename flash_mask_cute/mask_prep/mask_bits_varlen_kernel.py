@@ -9,14 +9,19 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
+from flash_mask_cute.core.tile_state import EMPTY, FULL
+from flash_mask_cute.core.walk_ring import highest_bit
 from flash_mask_cute.core.warp_scan import WARP, running
-from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, TileCoord
+from flash_mask_cute.limits import LONGEST
+from flash_mask_cute.mask_prep.mask_bits_kernel import MaskBitsKernel, QueryMaskBits, TileCoord
 from flash_mask_cute.rules.mask_rules import MaskArgs, MaskBitsArgs
 
 # CTAs that fill tiles, more than an SM holds of them times the SMs of any GPU
 MAX_CTAS = 1 << 13
+# neighbouring tiles that the lanes of a warp judge together
+TILES_JUDGED = 16
 
 
 class SequenceMaskBits:
@@ -87,11 +92,17 @@ class SequenceMaskBits:
     ) -> None:
         """Fill the numbered tiles of mask_bits.query_chunk; seqlen: positions of an entry."""
         starts, extents = (mCuSeqlensQ, mCuSeqlensK), (slots, tiles, seqlen)
+        groups = cute.ceil_div(mask_bits.tiles.shape[2], TILES_JUDGED)
         self.fill(mask_bits, *starts, *extents, masks, Int32(0)).launch(
-            grid=(cutlass.min(mask_bits.tiles.shape[2], MAX_CTAS), 1, 1),
+            grid=(cutlass.min(groups, MAX_CTAS), 1, 1),
             block=(mask_bits.tiles.shape[3], 1, 1),
             stream=stream,
         )
+        # calls by documents are large
+        if self.are_parts and isinstance(self.tile_kernel, QueryMaskBits):
+            self.pick(mask_bits, mCuSeqlensQ).launch(
+                grid=(mCuSeqlensQ.shape[0] - 1, 1, 1), block=(WARP * WARP, 1, 1), stream=stream
+            )
 
     @cute.kernel
     def number(
@@ -131,15 +142,21 @@ class SequenceMaskBits:
         masks: MaskArgs,
         any_head: Int32,
     ):
-        """Each CTA takes every n-th tile of a chunk."""
+        """Each CTA takes every n-th group of tiles of a chunk, and lanes judge a tile each: alone,
+        a tile would wait for some ten loads that follow each other."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
+        lane, rules = cute.arch.lane_idx(), self.tile_kernel.rules_of(masks)
+        is_first_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
         first, _ = mask_bits.query_chunk
         last = cute.size(mCuSeqlensQ) - 2
         rows = cute.ceil_div(_length(mCuSeqlensQ, last), self.tile_kernel.traits.tile_m)
         end = mask_bits.places[last, 0] + rows * mask_bits.places[last, 1]
         end = cutlass.min(end, first + cute.size(mask_bits.states, mode=[2]))
-        for number in cutlass.range(first + cta, end, ctas):
+        if (cta == 0) & is_first_warp & (lane == 0):
+            mask_bits.places[last + 1 + LONGEST, 0] = Int32(0)
+        for base in cutlass.range(first + cta * TILES_JUDGED, end, ctas * TILES_JUDGED):
+            number = cutlass.min(base + lane, end - 1)
             entry = number // tiles
             sequence = entry * slots + self._owner(mask_bits.places, number, entry * slots, slots)
             offset = Int32(0)
@@ -152,11 +169,55 @@ class SequenceMaskBits:
             in_sequence = number - mask_bits.places[sequence, 0]
             m_block = in_sequence // cutlass.max(in_row, 1)
             begin, end_of_chunk = mask_bits.rows_of_query_chunk(sequence)
-            is_in_chunk = (m_block >= begin) & (m_block < end_of_chunk)
-            if is_in_chunk & (m_block * self.tile_kernel.traits.tile_m < lengths[0]) & (in_row > 0):
-                n_block = in_sequence - m_block * in_row
-                place = TileCoord(sequence, m_block, n_block, any_head, entry, offset, *lengths)
-                self.tile_kernel.fill(mask_bits, masks, place)
+            is_own = (lane < TILES_JUDGED) & (base + lane < end) & (in_row > 0)
+            is_own = is_own & (m_block >= begin) & (m_block < end_of_chunk)
+            n_block = in_sequence - m_block * in_row
+            place = TileCoord(sequence, m_block, n_block, any_head, entry, offset, *lengths)
+            needs_evaluation = Boolean(False)
+            if is_own & (m_block * self.tile_kernel.traits.tile_m < lengths[0]):
+                is_listed, needs_mask_mod = self.tile_kernel.judge(rules, place)
+                needs_evaluation = is_listed & needs_mask_mod
+                if is_first_warp & (needs_evaluation == Boolean(False)):
+                    state = cutlass.select_(is_listed, Int32(FULL), Int32(EMPTY))
+                    mask_bits.states[mask_bits.index(*place.tile)] = state
+            todo = Int32(cute.arch.vote_ballot_sync(needs_evaluation))
+            while todo != 0:
+                at = highest_bit(todo & -todo)
+                todo = todo & (todo - 1)
+                one = TileCoord(*(cute.arch.shuffle_sync(x, at) for x in place))
+                state = self.tile_kernel.store_bits(mask_bits, rules, one)
+                self.tile_kernel.store_state(mask_bits, one, state)
+
+    @cute.kernel
+    def pick(self, mask_bits: MaskBitsArgs, mCuSeqlensQ: cute.Tensor):
+        """List a chunk's blocks of queries with more than twice the visible tiles of the mean in
+        their sequence. A CTA has a sequence, or 1024 blocks of it."""
+        sequence, _, _ = cute.arch.block_idx()
+        warp_idx, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        allocator = cutlass.memory.SmemAllocator()
+        sVisible = allocator.allocate_tensor(Int32, cute.make_layout((WARP, WARP)))
+        listed = cute.domain_offset((cute.size(mCuSeqlensQ) - 1, 0), mask_bits.places)
+        blocks = cute.ceil_div(_length(mCuSeqlensQ, sequence), self.tile_kernel.traits.tile_m)
+        begin, end = (cutlass.min(x, blocks) for x in mask_bits.rows_of_query_chunk(sequence))
+        rows, in_row = cutlass.min(end - begin, WARP * WARP), mask_bits.places[sequence, 1]
+        _, _, first = mask_bits.index(sequence, begin, 0)
+        for row in cutlass.range(warp_idx, WARP * WARP, WARP):
+            visible = Int32(0)
+            if row < rows:
+                for n_block in cutlass.range(lane, in_row, WARP, unroll=8):
+                    visible += mask_bits.states[0, 0, first + row * in_row + n_block] & FULL
+            visible = Int32(cute.arch.warp_redux_sync(visible, "add"))
+            if lane == 0:
+                sVisible[warp_idx, row // WARP] = visible
+        cute.arch.sync_threads()
+        of_all = Int32(0)
+        for i in cutlass.range_constexpr(WARP):
+            of_all += sVisible[lane, i]
+        of_all = Int32(cute.arch.warp_redux_sync(of_all, "add"))
+        if sVisible[warp_idx, lane] * rows > 2 * of_all:
+            at = cute.arch.atomic_add(listed[LONGEST, None].iterator, Int32(1))
+            if at < LONGEST:
+                listed[at, 0], listed[at, 1] = sequence, begin + lane * WARP + warp_idx
 
     @cute.jit
     def _owner(self, mPlaces: cute.Tensor, number: Int32, first: Int32, slots: Int32) -> Int32:

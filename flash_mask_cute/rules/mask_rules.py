@@ -18,6 +18,7 @@ from cutlass import Boolean, Int32, Uint32, const_expr
 from flash_mask_cute.core.lengths import Lengths
 from flash_mask_cute.core.tile_state import has_hidden, has_visible, state_of_warp
 from flash_mask_cute.core.work_ring import Work
+from flash_mask_cute.limits import LONGEST
 from flash_mask_cute.mods.calling import ScorePlace, call_mask_mod
 from flash_mask_cute.rules.band import right_side
 from flash_mask_cute.rules.bit_tile import ALL, WORD, Columns
@@ -90,8 +91,10 @@ class MaskBitsArgs(NamedTuple):
 
     states: the state of each tile (`core/tile_state.py`), int32 (batch | 1, m_blocks, n_blocks).
     tiles: the bits of partial tiles, int32 (batch | 1, m_blocks, n_blocks, lines, words).
-    places: for sequences of different lengths, int32 (sequences, 2): the number of a sequence's
-    first tile, and how many tiles it has in a row. tiles and states are then (1, 1, tiles, ...).
+    places: for sequences of different lengths, int32 (sequences + LONGEST + 1, 2): the number of a
+    sequence's first tile, and how many tiles it has in a row. tiles and states are then (1, 1,
+    tiles, ...). After them the sequence and number of LONGEST or fewer blocks of queries whose
+    walks are much longer than others, and last how many are such.
     query_chunk: the part that a launch computes, None for all: the first block of queries, and the
     number of blocks. With places it is the first tile and the number of tiles; the launch computes
     the blocks whose first tile is among these. The tensors begin with the chunk.
@@ -117,6 +120,13 @@ class MaskBitsArgs(NamedTuple):
         begin, in_row = self.places[sequence, 0], cutlass.max(self.places[sequence, 1], 1)
         ends = (cutlass.max(x - begin, 0) for x in (first, first + count))
         return tuple(cute.ceil_div(x, in_row) for x in ends)
+
+    def longest_walks(self) -> tuple[Int32, Int32, Int32]:
+        """How many there are of these blocks, and the sequence, or -1, and number of a lane's."""
+        lane, first = cute.arch.lane_idx(), cute.size(self.places, mode=[0]) - LONGEST - 1
+        count = cutlass.min(self.places[first + LONGEST, 0], LONGEST)
+        sequence = cutlass.select_(lane < count, self.places[first + lane, 0], Int32(-1))
+        return count, sequence, self.places[first + lane, 1]
 
     def tile(self, batch_idx: Int32, m_block: Int32, n_block: Int32) -> cute.Tensor:
         lines = self.tiles[(*self.index(batch_idx, m_block, n_block), None, None)]

@@ -36,13 +36,14 @@ def send_walks(
     tiles, chunks = Int32(0), Int32(0)
     tile, search = scheduler.locate(scheduler.start(), *blocks_of)
     while tile.is_valid:
-        work = describe(tile, lengths, is_by_keys)
-        if const_expr(num_splits is not None):
-            work = rules.split(work, scheduler.params.num_heads // num_splits, num_splits)
-        ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
-        chunks = rules.send_walk(walk, chunks, work)
-        tiles += 1
-        wait_to_claim(ring, tiles, walk, chunks, claims_late)
+        if scheduler.longest is None or tile.block >= 0:
+            work = describe(tile, lengths, is_by_keys)
+            if const_expr(num_splits is not None):
+                work = rules.split(work, scheduler.params.num_heads // num_splits, num_splits)
+            ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
+            chunks = rules.send_walk(walk, chunks, work)
+            tiles += 1
+            wait_to_claim(ring, tiles, walk, chunks, claims_late)
         tile, search = scheduler.locate(scheduler.advance(search, tiles - 1), *blocks_of)
     scheduler.finish()
     ring.write(tiles, NO_WORK)

@@ -308,12 +308,14 @@ def schedule_forward(
             late = mirrored & (params.num_blocks >= LATE_BLOCKS)
         if alternating:
             params = alternating_params(params)
-        kind = TileScheduler
+        kind, longest, bits = TileScheduler, None, rules.args.mask_bits
+        if claims is partials is None and bits is not None and bits.places is not None:
+            longest = bits.longest_walks()
         if const_expr(claims is not None):
             kind, ctas_per_tile = CommonTiles, clusters.CTAS
         scheduler = kind(
             params, tile_counter, last_first, varlen, ctas_per_tile, claims, mirrored=mirrored,
-            entries_first=alternating, alternating=alternating,
+            entries_first=alternating, alternating=alternating, longest=longest,
         )  # fmt: skip
         if isinstance(partials, RunningSums):
             blocks = partials.split_blocks

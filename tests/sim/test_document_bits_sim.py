@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import DOCUMENT_CASES, Case
 from inputs import Inputs, make_inputs
+from mask_cases import MASK_MODS, SEES_ALL
 from planned import backward_call, forward_call, planned
 from quiet_runs import quiet_run
 from simulated_forward import launch_on_simulator, run_sim
@@ -18,6 +19,8 @@ from torch import Tensor
 from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.core.tile_state import EMPTY, FULL
+from flash_mask_cute.limits import LONGEST
+from flash_mask_cute.mask_prep import mask_bits_documents_kernel
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
     BitTiles,
@@ -127,8 +130,12 @@ def test_states_of_the_tiles_of_documents(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) -> None:
-    """What a callable says of them does not join documents that it separates otherwise."""
+def test_causal_masking_hides_later_keys(
+    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    """What a callable says of them does not join documents that it separates otherwise. A row of
+    tiles is that of several CTAs."""
+    monkeypatch.setattr(mask_bits_documents_kernel, "TILES_JUDGED", 4)
     lengths = torch.tensor(LENGTHS[1])
     ends = torch.repeat_interleave(lengths.cumsum(0), lengths).int()
     bits_plan = bits_plan_of("forward", 64, until_the_end, ends, causal=causal)
@@ -136,6 +143,20 @@ def test_causal_masking_hides_later_keys(simulator: ModuleType, causal: bool) ->
     assert cu_seqlens is not None
     begins = {0, LENGTHS[1][0]} if causal else {0}
     assert {x % SEQLEN for x in cu_seqlens.tolist()} == begins
+
+
+def test_long_walks_are_listed(simulator: ModuleType) -> None:
+    """Blocks of queries with more than twice the visible tiles of the mean, once for each chunk."""
+    mod, ids = MASK_MODS["seeing_all"].cute, ids_of(1)
+    (_, states, places), _, cu_seqlens = store(bits_plan_of("forward", 128, mod, ids), mod, ids)
+    assert cu_seqlens is not None
+    listed, (count, _) = places[len(cu_seqlens) - 1 : -1], places[-1].tolist()
+    in_row = -(-SEQLEN // 128)
+    visible = (states[0, 0, : in_row * in_row].view(in_row, in_row) & FULL).sum(1)
+    long = (visible * in_row > 2 * visible.sum()).nonzero().flatten().tolist()
+    assert long == [SEES_ALL // 128] and count == BATCH < len(listed) == LONGEST
+    first = {int(i) for i in (cu_seqlens[:-1] < cu_seqlens[1:]).nonzero()}
+    assert {tuple(x) for x in listed[:count].tolist()} == {(i, long[0]) for i in first}
 
 
 @pytest.mark.parametrize("entries", [1, 2])

@@ -25,6 +25,7 @@ from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
 from flash_mask_cute.call.problem import AttentionProblem
 from flash_mask_cute.call.tiles.arch import arch_spec
+from flash_mask_cute.limits import LONGEST
 from flash_mask_cute.mask_prep import mask_bits
 from flash_mask_cute.mask_prep.documents import DOCUMENT_STRIDE
 from flash_mask_cute.mask_prep.mask_bits import BitTiles, MaskBitsProblem, SequenceBitsPlan
@@ -221,7 +222,7 @@ def test_packed_sequences() -> None:
     store = partial(bits_plan.query_chunks, lambda *args: calls.append(args))
     KernelForward(call, main, store)(given.tensors, given.masks)
     (((tiles, states, places), starts_q, starts_k, logical, aux, _, query_chunk),) = calls
-    assert tiles.shape[:3] == states.shape and places.shape == (3, 2)
+    assert tiles.shape[:3] == states.shape and places.shape == (3 + LONGEST + 1, 2)
     assert starts_q is given.tensors.lengths.cu_seqlens_q
     assert starts_k is given.tensors.lengths.cu_seqlens_k
     assert logical is None and len(aux) == 1

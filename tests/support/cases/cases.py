@@ -348,6 +348,7 @@ DOCUMENT_CASES = (
         "packed-window-before-20",
         1, 700, 700, 4, 4, window_left=150, window_right=-20, mask_mod="documents",
     ),
+    Case("packed-long-walks", 2, 1500, 1500, 4, 4, mask_mod="seeing_all", blocks=(128, 128)),
 )  # fmt: skip
 
 # Documents told by intervals, for masks that say so.

@@ -52,6 +52,8 @@ CAUSAL_OFFSET = 30
 CHECKS = 5
 # every so many queries one sees nothing
 BLIND = 7
+# one query of so many sees all keys
+SEES_ALL, EVERY = 350, 1000
 
 
 def _causal_with_offset(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -120,6 +122,10 @@ MASK_MODS = {
         _eviction_steps,
         per_batch=True,
         per_head=True,
+    ),
+    "seeing_all": MaskRecipe(
+        lambda b, h, q, k, aux: (k <= q) & (k > q - 60) | (q % EVERY == SEES_ALL),
+        lambda b, h, q, k, aux: (k <= q) & (k > q - 60) | (q % EVERY == SEES_ALL),
     ),
     "checks": MaskRecipe(
         lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
