@@ -91,7 +91,9 @@ class ForwardMask(MaskRules):
         split_idx = work.head_idx // num_heads
         work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
         first, end = self.key_blocks(work)
-        if self.skip:
+        if self._cuts_walks:
+            first, end = selection_walk.cut(self, work, split_idx, split_idx + 1, num_splits)
+        elif self.skip:
             of_splits = replace(self.block_info, is_split_kv=True)
             first, end = of_splits.get_n_block_min_max(
                 self.seqlen_of(work), work.block, split_idx, num_splits
@@ -101,6 +103,11 @@ class ForwardMask(MaskRules):
             first = cutlass.min(split_idx * of_split, end)
             end = cutlass.min(first + of_split, end)
         return work._replace(first_block=first, end_block=end)
+
+    @property
+    def _cuts_walks(self) -> bool:
+        """Whether splits have equal parts of what queries chose, not of the keys."""
+        return self.skip and self.has_selection and self.args.bits.are_entries
 
     def has_blocks(self, work: Work) -> Boolean:
         assert work.first_block is not None and work.end_block is not None
@@ -420,9 +427,13 @@ class ForwardMask(MaskRules):
         _, offset_k = self._listed_offsets(work)
         first_k_idx = n_block * info.tile_n + offset_k
         last_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k + offset_k) - 1
-        result = warp_rows.fill(0)
+        result, chosen = warp_rows.fill(0), None
+        if const_expr(args.are_entries):
+            chosen = selection_walk.chosen_from(self, work, first_k_idx // args.block_k)
         for kb in cutlass.range(first_k_idx // args.block_k, last_k_idx // args.block_k + 1):
-            result = self._add_logical_block(work, kb, first_k_idx, warp_rows, words, result)
+            result = self._add_logical_block(
+                work, kb, first_k_idx, warp_rows, words, result, chosen
+            )
         return result
 
     def _add_logical_block(
@@ -433,6 +444,7 @@ class ForwardMask(MaskRules):
         warp_rows: MaskWarpRows,
         words: tuple,
         result: tuple,
+        chosen: Int32 | None,
     ) -> tuple:
         args = self.args.bits
         start = kb * args.block_k - first_k_idx
@@ -442,7 +454,11 @@ class ForwardMask(MaskRules):
             q_idx = (
                 cutlass.min(self._query(warp_rows.line(work, group)), work.seqlen_q - 1) + offset_q
             )
-            is_listed, is_full = self._block_bits(work, work.head_idx, q_idx // args.block_q, kb)
+            if chosen is None:
+                of_block = work, work.head_idx, q_idx // args.block_q, kb
+                is_listed, is_full = self._block_bits(*of_block)
+            else:
+                is_listed = is_full = (chosen >> (kb - first_k_idx // args.block_k)) & 1
             for w in range(self.columns.num_words):
                 bits = bit_range(
                     self.columns.count_below(w, start),
