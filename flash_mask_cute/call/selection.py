@@ -54,10 +54,6 @@ def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan
     return replace(plan, problem=problem)
 
 
-def _is_alone(plan: ExecutionPlan) -> bool:
-    return plan.shapes.seqlen_q == 1 and not plan.problem.varlen_q
-
-
 def why_bits(plan: ExecutionPlan, gathers: int) -> str | None:
     """Why a forward takes a selection as bits, or None: it reads the entries of the only query."""
     selected, tiles = plan.masks.selected, plan.fwd_choice.tiles
@@ -67,7 +63,7 @@ def why_bits(plan: ExecutionPlan, gathers: int) -> str | None:
         # a warp compares them with 1024 blocks at a time
         entries *= -(-selected.num_blocks(plan.shapes.seqlen_k) // WORD**2)
     reasons = {
-        "more than one query": not _is_alone(plan),
+        "more than one query": plan.shapes.seqlen_q != 1 or plan.problem.varlen_q,
         "mask_mod": plan.masks.mask_mod is not None,
         f"{entries} comparisons of entries": not 0 < entries <= MOST_COMPARED,
     }
@@ -81,7 +77,7 @@ def why_whole_tiles(plan: ExecutionPlan) -> str | None:
     selected = masks.selected
     assert selected is not None
     num_blocks, tile_n = selected.num_blocks(shapes.seqlen_k), plan.fwd_choice.tiles.tile_n
-    most = MOST_GATHERED_ALONE if _is_alone(plan) else MOST_GATHERED
+    most = MOST_GATHERED_ALONE if shapes.seqlen_q == 1 else MOST_GATHERED
     tiles = QueryTiles(plan.fwd_choice.tiles.tile_m, padded_group(problem.packed_heads))
     batch, heads, rows, k = selected.by_entry.shape
     of_tiles = batch * heads * tiles.number(rows, shapes.batch if problem.varlen_q else None)

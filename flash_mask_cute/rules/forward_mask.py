@@ -434,6 +434,8 @@ class ForwardMask(MaskRules):
             result = self._add_logical_block(
                 work, kb, first_k_idx, warp_rows, words, result, chosen
             )
+            if const_expr(chosen is not None):
+                chosen = chosen >> 1
         return result
 
     def _add_logical_block(
@@ -458,7 +460,7 @@ class ForwardMask(MaskRules):
                 of_block = work, work.head_idx, q_idx // args.block_q, kb
                 is_listed, is_full = self._block_bits(*of_block)
             else:
-                is_listed = is_full = (chosen >> (kb - first_k_idx // args.block_k)) & 1
+                is_listed = is_full = chosen & 1
             for w in range(self.columns.num_words):
                 bits = bit_range(
                     self.columns.count_below(w, start),
