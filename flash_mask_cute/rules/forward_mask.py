@@ -86,13 +86,16 @@ class ForwardMask(MaskRules):
             return self.block_info.get_n_block_min_max(self.seqlen_of(work), work.block)
         return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
 
-    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
-        """One of `num_splits` splits of a work tile; head_idx counts the heads of all splits."""
+    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> tuple:
+        """One of `num_splits` splits of a work tile; head_idx counts the heads of all splits. What
+        follows is known of its walk."""
         split_idx = work.head_idx // num_heads
         work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
         first, end = self.key_blocks(work)
+        known: tuple = ()
         if self._cuts_walks:
-            first, end = selection_walk.cut(self, work, split_idx, split_idx + 1, num_splits)
+            places = split_idx, split_idx + 1, num_splits
+            first, end, *known = selection_walk.cut(self, work, *places)
         elif self.skip:
             of_splits = replace(self.block_info, is_split_kv=True)
             first, end = of_splits.get_n_block_min_max(
@@ -102,7 +105,7 @@ class ForwardMask(MaskRules):
             of_split = cute.ceil_div(end, num_splits)
             first = cutlass.min(split_idx * of_split, end)
             end = cutlass.min(first + of_split, end)
-        return work._replace(first_block=first, end_block=end)
+        return work._replace(first_block=first, end_block=end), *known
 
     @property
     def _cuts_walks(self) -> bool:
@@ -133,15 +136,17 @@ class ForwardMask(MaskRules):
         return work._replace(first_block=first, end_block=end)
 
     @cute.jit
-    def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
+    def send_walk(
+        self, ring: WalkRing, number: Int32, work: Work, known: Any | None = None
+    ) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
-        number. A walk that sees nothing visits one hidden block."""
+        number. A walk that sees nothing visits one hidden block. known: instead of _list_start."""
         n_block_min, n_block_max = work.first_block, work.end_block
         if const_expr(work.first_block is None):
             n_block_min, n_block_max = self.key_blocks(work)
         # a scheduler warp has few registers but those of the whole warp
         n_block_min = cute.arch.make_warp_uniform(n_block_min)
-        position = self._list_start(work)
+        position = self._list_start(work) if const_expr(known is None) else known
         pending = Chunk.hidden_block(n_block_min, work.head_idx)
         if const_expr(self.own_rows is not None):
             pending = pending.with_owners([Int32(0)] * self._num_owners)

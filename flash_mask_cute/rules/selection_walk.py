@@ -150,24 +150,29 @@ def chunk_before(rules: Any, held: SelectionWords, chunk_idx: Int32) -> Int32:
 @cute.jit
 def cut(
     rules: Any, work: Work, first: Int32, stop: Int32, num_places: Int32
-) -> tuple[Int32, Int32]:
+) -> tuple[Int32, Int32, SelectionWords]:
     """The key tiles [first, end) of a work tile at its places [first, stop) of num_places, among
-    which the tiles that its queries chose are distributed evenly. Run by a whole warp.
+    which the tiles that its queries chose are distributed evenly, and words for their walk. Run by
+    a whole warp.
 
     Parts that follow each other in places do so in tiles, whatever queries chose.
     """
     begin, end = rules.key_blocks(work)
+    held = SelectionWords.none()
     is_cut = (first > 0) | (stop < num_places)
     if const_expr(hasattr(rules, "num_tiles")):  # of gathered keys
         total = rules.num_tiles(work)
         begin, end = (_share_of(total, place, num_places) for place in (first, stop))
     elif is_cut:
         total, word = _count_blocks(rules, work, begin, end)
+        if const_expr(rules.args.bits.are_entries):
+            are_all = _blocks_of(rules, begin, end)[1] <= WARP * WORD
+            held = SelectionWords(cutlass.select_(are_all, Int32(0), held.first), word, word)
         ranks = _share_of(total, first, num_places), _share_of(total, stop, num_places)
         low, high = _tiles_at(rules, work, (begin, end), ranks, word)
         begin = cutlass.select_(first > 0, low, begin)
         end = cutlass.select_(stop < num_places, high, end)
-    return begin, end
+    return begin, end, held
 
 
 @cute.jit
