@@ -109,8 +109,8 @@ class ForwardMask(MaskRules):
 
     @property
     def _cuts_walks(self) -> bool:
-        """Whether splits have equal parts of what queries chose, not of the keys."""
-        return self.skip and self.has_selection and self.args.bits.are_entries
+        """Whether splits have equal parts of entries or of gathered keys, not of all keys."""
+        return self.skip and self.has_selection and self.args.bits.of_any is None
 
     def has_blocks(self, work: Work) -> Boolean:
         assert work.first_block is not None and work.end_block is not None
@@ -136,9 +136,7 @@ class ForwardMask(MaskRules):
         return work._replace(first_block=first, end_block=end)
 
     @cute.jit
-    def send_walk(
-        self, ring: WalkRing, number: Int32, work: Work, known: Any | None = None
-    ) -> Int32:
+    def send_walk(self, ring: WalkRing, number: Int32, work: Work, known: Any = None) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
         number. A walk that sees nothing visits one hidden block. known: instead of _list_start."""
         n_block_min, n_block_max = work.first_block, work.end_block
@@ -436,9 +434,8 @@ class ForwardMask(MaskRules):
         if const_expr(args.are_entries):
             chosen = selection_walk.chosen_from(self, work, first_k_idx // args.block_k)
         for kb in cutlass.range(first_k_idx // args.block_k, last_k_idx // args.block_k + 1):
-            result = self._add_logical_block(
-                work, kb, first_k_idx, warp_rows, words, result, chosen
-            )
+            of_block = first_k_idx, warp_rows, words, result, chosen
+            result = self._add_logical_block(work, kb, *of_block)
             if const_expr(chosen is not None):
                 chosen = chosen >> 1
         return result
@@ -461,11 +458,9 @@ class ForwardMask(MaskRules):
             q_idx = (
                 cutlass.min(self._query(warp_rows.line(work, group)), work.seqlen_q - 1) + offset_q
             )
-            if chosen is None:
-                of_block = work, work.head_idx, q_idx // args.block_q, kb
-                is_listed, is_full = self._block_bits(*of_block)
-            else:
-                is_listed = is_full = chosen & 1
+            of_block = work, work.head_idx, q_idx // args.block_q, kb
+            found = self._block_bits(*of_block) if chosen is None else (chosen & 1, chosen & 1)
+            is_listed, is_full = found
             for w in range(self.columns.num_words):
                 bits = bit_range(
                     self.columns.count_below(w, start),

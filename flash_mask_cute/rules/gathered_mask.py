@@ -75,10 +75,6 @@ class GatheredMask(ForwardMask):
         tiles = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
         return Int32(0), cutlass.min(tiles, self._bits.most_tiles)
 
-    @property
-    def _cuts_walks(self) -> bool:
-        return True
-
     @cute.jit
     def _classify(self, work: Work, base: Int32, position: Any) -> tuple[Chunk, Any]:
         n_block, end = base + cute.arch.lane_idx(), self.num_tiles(work)
