@@ -11,13 +11,14 @@ from flash_mask_cute.call.facts import Backend, CallFacts
 from flash_mask_cute.call.tiles.arch import arch_spec
 from flash_mask_cute.core.packed_heads import padded_group
 from flash_mask_cute.limits import MAX_HEAD_DIM, MOST_BIT_BYTES
-from flash_mask_cute.mask_prep.selected_bits import QueryTiles, row_bytes
+from flash_mask_cute.mask_prep.selected_bits import WORD, QueryTiles, row_bytes
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, is_chosen
 from flash_mask_cute.mods.traits import find_reliance
 from flash_mask_cute.runtime.dtypes import dtype_name
 
-# keys of the largest blocks that are gathered; entries of a query, compared while keys are copied
-MOST_GATHERED, MOST_COMPARED = 8, 1024
+# keys of the largest blocks that are gathered, and those of a single query; entries of that query,
+# compared with each block of a tile, or with 1024 blocks in each of a lane's words
+MOST_GATHERED, MOST_GATHERED_ALONE, MOST_COMPARED = 8, 32, 1024
 
 
 def selects_few_keys(facts: CallFacts) -> bool:
@@ -33,29 +34,40 @@ def selects_few_keys(facts: CallFacts) -> bool:
 def with_selection_facts(facts: CallFacts, plan: ExecutionPlan) -> ExecutionPlan:
     """The plan of a forward with the fields of its problem about a selection.
 
-    If a sequence has one query, which decides for whole tiles of keys, or for gathered ones, the
-    kernel reads its entries and nothing is launched before it. A mask_mod that does not use the
-    head is evaluated once for the heads that share a tile.
+    If a sequence has one query, the kernel reads its entries and nothing is launched before it, or
+    `why_bits` says why not. A mask_mod that does not use the head is evaluated once for the heads
+    that share a tile.
     """
-    selected, mask_mod = facts.masks.selected, facts.masks.mask_mod
-    problem, shapes, tile_n = plan.problem, facts.shapes, plan.fwd_choice.tiles.tile_n
+    selected, mask_mod, problem = facts.masks.selected, facts.masks.mask_mod, plan.problem
     if selected is None:
         return plan
     gathers = 0 if why_whole_tiles(plan) else selected.block_size
-    is_whole = selected.block_size % tile_n == 0
-    is_short = gathers > 0 and selected.indices.shape[-1] <= MOST_COMPARED
-    is_alone = shapes.seqlen_q == 1 and not problem.varlen_q and mask_mod is None
-    decides_alone = is_alone and (is_whole or is_short)
     shares_mask = False
     if problem.packed_heads > 1 and mask_mod is not None:
         shares_mask = not find_reliance(mask_mod, problem).head
     problem = replace(
         problem,
-        selection_dtype=dtype_name(selected.indices.dtype) if decides_alone else None,
+        selection_dtype=None if why_bits(plan, gathers) else dtype_name(selected.indices.dtype),
         shares_mask=shares_mask,
         gathers=gathers,
     )
     return replace(plan, problem=problem)
+
+
+def why_bits(plan: ExecutionPlan, gathers: int) -> str | None:
+    """Why a forward takes a selection as bits, or None: it reads the entries of the only query."""
+    selected, tiles = plan.masks.selected, plan.fwd_choice.tiles
+    assert selected is not None
+    entries = selected.indices.shape[-1]
+    if not gathers and selected.block_size % tiles.tile_n:
+        # a warp compares them with 1024 blocks at a time
+        entries *= -(-selected.num_blocks(plan.shapes.seqlen_k) // WORD**2)
+    reasons = {
+        "more than one query": plan.shapes.seqlen_q != 1 or plan.problem.varlen_q,
+        "mask_mod": plan.masks.mask_mod is not None,
+        f"{entries} comparisons of entries": not 0 < entries <= MOST_COMPARED,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def why_whole_tiles(plan: ExecutionPlan) -> str | None:
@@ -64,13 +76,15 @@ def why_whole_tiles(plan: ExecutionPlan) -> str | None:
     masks, problem, shapes, spec = plan.masks, plan.problem, plan.shapes, arch_spec(plan.target)
     selected = masks.selected
     assert selected is not None
-    num_blocks = selected.num_blocks(shapes.seqlen_k)
+    num_blocks, tile_n = selected.num_blocks(shapes.seqlen_k), plan.fwd_choice.tiles.tile_n
+    most = MOST_GATHERED_ALONE if shapes.seqlen_q == 1 else MOST_GATHERED
     tiles = QueryTiles(plan.fwd_choice.tiles.tile_m, padded_group(problem.packed_heads))
     batch, heads, rows, k = selected.by_entry.shape
     of_tiles = batch * heads * tiles.number(rows, shapes.batch if problem.varlen_q else None)
     num_bytes = 4 * of_tiles * tiles.list_length(k, num_blocks, shapes.seqlen_q)
     reasons = {
-        f"blocks of {selected.block_size} keys": selected.block_size > MOST_GATHERED,
+        f"blocks of {selected.block_size} keys": selected.block_size > most,
+        f"tiles of {tile_n} keys": tile_n % selected.block_size > 0,
         f"on {spec.name}": not spec.forward.gathers_keys,
         f"head_dim_v {problem.head_dim_v}": problem.head_dim_v > MAX_HEAD_DIM,
         "mask_mod": masks.mask_mod is not None,
@@ -100,7 +114,8 @@ def explain_selection(run: ExecutionPlan, cu_seqlens_q: Tensor | None) -> str:
         parts.append("the kernel reads the entries of the only query")
     elif run.backend is Backend.KERNEL:
         num_bytes = row_bytes(selected.by_entry.shape, selected.num_blocks(run.shapes.seqlen_k))
-        parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction")
+        why = why_bits(run, run.problem.gathers)
+        parts.append(f"{num_bytes} bytes of bits, made by a launch in each direction: {why}")
     if run.problem.gathers:
         lists = "" if run.problem.selection_dtype else "a second launch makes lists; "
         parts.append(f"{lists}keys are gathered, {run.problem.keys_of_box} in a copy")

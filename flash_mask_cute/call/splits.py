@@ -119,11 +119,14 @@ def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
     packed_heads = shapes.heads_q // shapes.heads_kv if facts.may_pack else 1
     costs = facts.spec.forward.decode_costs
     if costs is not None and is_decoding and _has_known_cost(facts, problem):
+        if (selected := facts.masks.selected) is not None:
+            keys = min(keys, max(selected.indices.shape[-1] * selected.block_size, _KEYS))
         work = DecodingWork(
             tiles=shapes.batch * shapes.heads_q // packed_heads,
             keys=keys,
             head_dim=(shapes.head_dim + shapes.head_dim_v) / 2,
             rows=shapes.batch * shapes.seqlen_q * shapes.heads_q,
+            itemsize=1 if problem.in_fp8 else 2,
         )
         return costs.cheapest(work, facts.target.num_sms)
     tile_m = DECODE_ROWS if is_decoding else _ROWS
@@ -131,11 +134,14 @@ def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
 
 
 def _has_known_cost(facts: CallFacts, problem: AttentionProblem) -> bool:
-    """Whether `DecodeCosts` are fitted to a decoding call."""
+    """Whether `DecodeCosts` are fitted to a decoding call, or it is of few chosen keys."""
     masks = facts.masks
-    others = masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists, masks.selected
-    has_lengths = problem.varlen_q or problem.varlen_k or problem.has_seqused_k
-    return not (problem.in_fp8 or problem.is_wide or has_lengths) and all(x is None for x in others)
+    others = masks.score_mod, masks.mask_mod, masks.column_mask, masks.block_lists
+    if problem.is_wide or problem.varlen_q or any(x is not None for x in others):
+        return False
+    if masks.selected is not None:
+        return facts.shapes.seqlen_q == 1 and selects_few_keys(facts)
+    return not (problem.in_fp8 or problem.varlen_k or problem.has_seqused_k)
 
 
 def are_enough_tiles(

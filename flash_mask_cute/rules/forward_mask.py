@@ -86,12 +86,17 @@ class ForwardMask(MaskRules):
             return self.block_info.get_n_block_min_max(self.seqlen_of(work), work.block)
         return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
 
-    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
-        """One of `num_splits` splits of a work tile; head_idx counts the heads of all splits."""
+    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> tuple:
+        """One of `num_splits` splits of a work tile; head_idx counts the heads of all splits. What
+        follows is known of its walk."""
         split_idx = work.head_idx // num_heads
         work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
         first, end = self.key_blocks(work)
-        if self.skip:
+        known: tuple = ()
+        if self._cuts_walks:
+            places = split_idx, split_idx + 1, num_splits
+            first, end, *known = selection_walk.cut(self, work, *places)
+        elif self.skip:
             of_splits = replace(self.block_info, is_split_kv=True)
             first, end = of_splits.get_n_block_min_max(
                 self.seqlen_of(work), work.block, split_idx, num_splits
@@ -100,7 +105,12 @@ class ForwardMask(MaskRules):
             of_split = cute.ceil_div(end, num_splits)
             first = cutlass.min(split_idx * of_split, end)
             end = cutlass.min(first + of_split, end)
-        return work._replace(first_block=first, end_block=end)
+        return work._replace(first_block=first, end_block=end), *known
+
+    @property
+    def _cuts_walks(self) -> bool:
+        """Whether splits have equal parts of entries or of gathered keys, not of all keys."""
+        return self.skip and self.has_selection and self.args.bits.of_any is None
 
     def has_blocks(self, work: Work) -> Boolean:
         assert work.first_block is not None and work.end_block is not None
@@ -126,15 +136,15 @@ class ForwardMask(MaskRules):
         return work._replace(first_block=first, end_block=end)
 
     @cute.jit
-    def send_walk(self, ring: WalkRing, number: Int32, work: Work) -> Int32:
+    def send_walk(self, ring: WalkRing, number: Int32, work: Work, known: Any = None) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
-        number. A walk that sees nothing visits one hidden block."""
+        number. A walk that sees nothing visits one hidden block. known: instead of _list_start."""
         n_block_min, n_block_max = work.first_block, work.end_block
         if const_expr(work.first_block is None):
             n_block_min, n_block_max = self.key_blocks(work)
         # a scheduler warp has few registers but those of the whole warp
         n_block_min = cute.arch.make_warp_uniform(n_block_min)
-        position = self._list_start(work)
+        position = self._list_start(work) if const_expr(known is None) else known
         pending = Chunk.hidden_block(n_block_min, work.head_idx)
         if const_expr(self.own_rows is not None):
             pending = pending.with_owners([Int32(0)] * self._num_owners)
@@ -420,9 +430,14 @@ class ForwardMask(MaskRules):
         _, offset_k = self._listed_offsets(work)
         first_k_idx = n_block * info.tile_n + offset_k
         last_k_idx = cutlass.min(first_k_idx + info.tile_n, work.seqlen_k + offset_k) - 1
-        result = warp_rows.fill(0)
+        result, chosen = warp_rows.fill(0), None
+        if const_expr(args.are_entries):
+            chosen = selection_walk.chosen_from(self, work, first_k_idx // args.block_k)
         for kb in cutlass.range(first_k_idx // args.block_k, last_k_idx // args.block_k + 1):
-            result = self._add_logical_block(work, kb, first_k_idx, warp_rows, words, result)
+            of_block = first_k_idx, warp_rows, words, result, chosen
+            result = self._add_logical_block(work, kb, *of_block)
+            if const_expr(chosen is not None):
+                chosen = chosen >> 1
         return result
 
     def _add_logical_block(
@@ -433,6 +448,7 @@ class ForwardMask(MaskRules):
         warp_rows: MaskWarpRows,
         words: tuple,
         result: tuple,
+        chosen: Int32 | None,
     ) -> tuple:
         args = self.args.bits
         start = kb * args.block_k - first_k_idx
@@ -442,7 +458,9 @@ class ForwardMask(MaskRules):
             q_idx = (
                 cutlass.min(self._query(warp_rows.line(work, group)), work.seqlen_q - 1) + offset_q
             )
-            is_listed, is_full = self._block_bits(work, work.head_idx, q_idx // args.block_q, kb)
+            of_block = work, work.head_idx, q_idx // args.block_q, kb
+            found = self._block_bits(*of_block) if chosen is None else (chosen & 1, chosen & 1)
+            is_listed, is_full = found
             for w in range(self.columns.num_words):
                 bits = bit_range(
                     self.columns.count_below(w, start),

@@ -75,12 +75,6 @@ class GatheredMask(ForwardMask):
         tiles = cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
         return Int32(0), cutlass.min(tiles, self._bits.most_tiles)
 
-    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> Work:
-        number = work.head_idx // num_heads
-        work = work._replace(head_idx=work.head_idx - number * num_heads, place=number)
-        first, end = selection_walk.cut(self, work, number, number + 1, num_splits)
-        return work._replace(first_block=first, end_block=end)
-
     @cute.jit
     def _classify(self, work: Work, base: Int32, position: Any) -> tuple[Chunk, Any]:
         n_block, end = base + cute.arch.lane_idx(), self.num_tiles(work)
@@ -166,11 +160,9 @@ class GatheredEntries(GatheredMask):
 
     def _entry(self, line: Int32, i: Int32, length: Int32) -> Int32:
         """Entry i; negative if it is no block of `length` keys."""
-        entries = self._bits.visible
-        _, heads, _, count = entries.shape
-        block = entries[line // heads, line % heads, 0, cutlass.min(i, count - 1)]
-        exists = (i < count) & (block >= 0) & (block < cute.ceil_div(length, self.block_k))
-        return cutlass.select_(exists, Int32(block), Int32(-1))
+        entries, num_blocks = self._bits.visible, cute.ceil_div(length, self.block_k)
+        place = line // entries.shape[1], line % entries.shape[1]
+        return selection_walk.entry_at(entries, place, i, num_blocks)
 
     def _of_lane(self, line: Int32, block: Int32, length: Int32) -> Int32:
         """The entry of a tile with this lane's number."""
@@ -197,6 +189,10 @@ class GatheredEntries(GatheredMask):
 
     def num_tiles(self, work: Work) -> Int32:
         return Int32(cute.ceil_div(self._bits.visible.shape[3], self._per_tile))
+
+    def key_blocks(self, work: Work) -> tuple[Int32, Int32]:
+        """Of all entries, which may be more than the sequence has blocks."""
+        return Int32(0), self.num_tiles(work)
 
     @cute.jit
     def _has_blocks(self, work: Work, n_block: Int32) -> Boolean:

@@ -60,8 +60,8 @@ class BitArgs(NamedTuple):
     chosen the other masks decide. Its rows are those of the call (of all sequences together, if
     they are packed). of_any, of_every: the bits that any or every query of a tile of the walk has,
     (batch | 1, heads, tiles, words), as `SelectionBits` numbers tiles. most_tiles: key tiles that a
-    tile of the walk may have chosen. Without of_any and of_every there is one query, `visible` are
-    its entries (batch | 1, heads, 1, k), int32 or int64, and blocks consist of whole tiles of keys.
+    tile of the walk may have chosen. Without of_any and of_every there is one query, and `visible`
+    are its entries (batch | 1, heads, 1, k), int32 or int64.
     heads_per_selection: consecutive heads of walks that share a head of the selection. numbers,
     counts: `UnionLists`, in place of of_any and of_every where keys of small blocks are gathered.
     """
@@ -304,8 +304,8 @@ class MaskRules:
     @property
     def _may_need_mask_mod(self) -> bool:
         args = self.args
-        has_bits = args.bits is not None and not args.bits.are_entries
-        return self.mask_mod is not None or has_bits or args.mask_bits is not None
+        others = args.bits, args.mask_bits
+        return self.mask_mod is not None or any(x is not None for x in others)
 
     def seqlen_of(self, work: Work) -> SeqlenInfoQK:
         """The lengths of a work tile's sequence, as `block_info` takes them."""

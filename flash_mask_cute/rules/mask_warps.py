@@ -38,10 +38,12 @@ def send_walks(
     while tile.is_valid:
         if scheduler.longest is None or tile.block >= 0:
             work = describe(tile, lengths, is_by_keys)
+            walked: tuple = (work,)
             if const_expr(num_splits is not None):
-                work = rules.split(work, scheduler.params.num_heads // num_splits, num_splits)
+                walked = rules.split(work, scheduler.params.num_heads // num_splits, num_splits)
+                work = walked[0]
             ring.write(tiles, work._replace(block=scheduler.own_block(work.block)))
-            chunks = rules.send_walk(walk, chunks, work)
+            chunks = rules.send_walk(walk, chunks, *walked)
             tiles += 1
             wait_to_claim(ring, tiles, walk, chunks, claims_late)
         tile, search = scheduler.locate(scheduler.advance(search, tiles - 1), *blocks_of)

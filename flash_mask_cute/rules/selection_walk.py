@@ -64,22 +64,38 @@ def words_for(rules: Any, work: Work, base: Int32, held: SelectionWords) -> Sele
     return held
 
 
+def entry_at(mEntries: cute.Tensor, place: tuple, i: Int32, num_blocks: Int32) -> Int32:
+    """Entry i of the only query of a batch entry and head; -1 if it is no block."""
+    count = mEntries.shape[3]
+    block = mEntries[(*place, 0, cutlass.min(i, count - 1))]
+    exists = (i < count) & (block >= 0) & (block < num_blocks)
+    return cutlass.select_(exists, Int32(block), Int32(-1))
+
+
+def _entry(rules: Any, work: Work, i: Int32) -> Int32:
+    args, zero = rules.args.bits, Int32(0)
+    place = rules.selection_place(args.visible, work, work.head_idx, zero, zero)
+    num_blocks = (work.seqlen_k + args.block_k - 1) >> _log_block(rules)
+    return entry_at(args.visible, place[:2], i, num_blocks)
+
+
+@cute.jit
+def chosen_from(rules: Any, work: Work, first: Int32) -> Int32:
+    """Bits of the 32 blocks from `first` on that the only query chose, in all lanes."""
+    found = Int32(0)
+    for start in cutlass.range(0, rules.args.bits.visible.shape[3], WARP, unroll=2):
+        bit = _entry(rules, work, start + cute.arch.lane_idx()) - first
+        is_here = (bit >= 0) & (bit < WORD)
+        found = found | cutlass.select_(is_here, Int32(1) << (bit & (WORD - 1)), Int32(0))
+    return Int32(cute.arch.warp_redux_sync(found, "or"))
+
+
 @cute.jit
 def _word_of_entries(rules: Any, work: Work, word: Int32) -> Int32:
     """The blocks among 32 that the only query chose; 0 for a word that does not exist."""
-    args = rules.args.bits
-    batch_idx, head_idx, *_ = rules.selection_place(
-        args.visible, work, work.head_idx, Int32(0), Int32(0)
-    )
-    mEntries, found = args.visible[batch_idx, head_idx, 0, None], Int32(0)
-    num_entries = cute.size(mEntries)
-    num_blocks = (work.seqlen_k + args.block_k - 1) >> _log_block(rules)
+    num_entries, found = rules.args.bits.visible.shape[3], Int32(0)
     for start in cutlass.range(0, num_entries, WARP, unroll=1):
-        own = Int32(-1)
-        if start + cute.arch.lane_idx() < num_entries:
-            block = mEntries[start + cute.arch.lane_idx()]
-            exists = (block >= 0) & (block < num_blocks)
-            own = cutlass.select_(exists, Int32(block), own)
+        own = _entry(rules, work, start + cute.arch.lane_idx())
         for i in cutlass.range(cutlass.min(num_entries - start, WARP), unroll=8):
             block = cute.arch.shuffle_sync(own, i)
             is_here = (block >= 0) & (block // WORD == word)
@@ -134,24 +150,29 @@ def chunk_before(rules: Any, held: SelectionWords, chunk_idx: Int32) -> Int32:
 @cute.jit
 def cut(
     rules: Any, work: Work, first: Int32, stop: Int32, num_places: Int32
-) -> tuple[Int32, Int32]:
+) -> tuple[Int32, Int32, SelectionWords]:
     """The key tiles [first, end) of a work tile at its places [first, stop) of num_places, among
-    which the tiles that its queries chose are distributed evenly. Run by a whole warp.
+    which the tiles that its queries chose are distributed evenly, and words for their walk. Run by
+    a whole warp.
 
     Parts that follow each other in places do so in tiles, whatever queries chose.
     """
     begin, end = rules.key_blocks(work)
+    held = SelectionWords.none()
     is_cut = (first > 0) | (stop < num_places)
     if const_expr(hasattr(rules, "num_tiles")):  # of gathered keys
         total = rules.num_tiles(work)
         begin, end = (_share_of(total, place, num_places) for place in (first, stop))
     elif is_cut:
         total, word = _count_blocks(rules, work, begin, end)
+        if const_expr(rules.args.bits.are_entries):
+            are_all = _blocks_of(rules, begin, end)[1] <= WARP * WORD
+            held = SelectionWords(cutlass.select_(are_all, Int32(0), held.first), word, word)
         ranks = _share_of(total, first, num_places), _share_of(total, stop, num_places)
         low, high = _tiles_at(rules, work, (begin, end), ranks, word)
         begin = cutlass.select_(first > 0, low, begin)
         end = cutlass.select_(stop < num_places, high, end)
-    return begin, end
+    return begin, end, held
 
 
 @cute.jit

@@ -179,7 +179,7 @@ def schedule_stream_k(
         first_block, end_block = n_block_min + first, n_block_min + stop
         if const_expr(rules.has_selection):
             places = first, stop, tile.num_blocks
-            first_block, end_block = selection_walk.cut(rules, found.work, *places)
+            first_block, end_block, _ = selection_walk.cut(rules, found.work, *places)
         work = found.work._replace(
             first_block=first_block,
             end_block=end_block,

@@ -120,12 +120,24 @@ def test_decoding(simulator: ModuleType, page_size: int | None, queries: int, bl
         (8, torch.int64, 64, 64),
         (8, torch.int32, 256, None),
         (4, torch.int64, 64, None),
+        (16, torch.int32, 64, 16),
+        (32, torch.int64, 256, None),
+        (32, torch.int32, 64, 64),
+        (8, torch.int32, 128, 16),
+        (32, torch.int64, 128, None),
+        (64, torch.int64, 64, 16),
+        (64, torch.int32, 192, None),
+        (128, torch.int32, 128, 64),
     ],
 )
 def test_entries_of_the_only_query(
     simulator: ModuleType, block: int, dtype: torch.dtype, dim: int, page_size: int | None
 ) -> None:
-    """Repeated ones, tiles of blocks that do not exist, and none at all; other keys hold NaN."""
+    """Repeated ones, tiles of blocks that do not exist, and none at all; other keys hold NaN.
+
+    Blocks up to 32 are gathered. Others, and those of codes, are walked over in whole tiles.
+    """
+    in_fp8 = (block, dim) in ((8, 128), (32, 128))
     drawn = Composed.draw((3, 1, 600), (8, 2, 2), block, 140, seed=block)
     used = torch.tensor([600, 131, 77])
     chosen = drawn.selection.to(dtype)
@@ -139,11 +151,18 @@ def test_entries_of_the_only_query(
     visible = is_seen.repeat_interleave(4, 1)
     drawn = drawn._replace(selection=chosen, visible=visible)
     q, k, v = (x.repeat_interleave(dim // 64, -1).roll(1, -1) for x in drawn[:3])
+    if in_fp8:
+        k, v = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
     drawn = drawn._replace(q=q, k=k, v=v)
     wanted, eager = (drawn.attend(*map(f, drawn[:3])) for f in (Tensor.double, same))
     # a row that sees nothing reads the first block
     is_read = is_seen[:, :, 0] | (~is_seen[:, :, 0].any(-1, keepdim=True) & (keys < block))
+    if in_fp8 or (block, dim) == (64, 192):
+        # tiles have keys of other blocks, too
+        is_read = keys < used.view(3, 1, 1)
     caches = [x.where(is_read.transpose(1, 2)[..., None], torch.nan) for x in drawn[1:3]]
+    if in_fp8:
+        caches = [x.to(torch.float8_e4m3fn) for x in caches]
     more: dict[str, Any] = {}
     if page_size is not None:
         pages = -(-600 // page_size)

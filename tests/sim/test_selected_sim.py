@@ -320,10 +320,14 @@ def test_tiles_that_nobody_chose_are_not_read(simulator: ModuleType) -> None:
     assert not out.isnan().any()
 
 
-@pytest.mark.parametrize(("block", "seqlen_k"), [(16, 21000), (64, 70000), (4096, 40000)])
-def test_long_walks_leap(simulator: ModuleType, block: int, seqlen_k: int) -> None:
+@pytest.mark.parametrize(
+    ("block", "seqlen_k", "queries"),
+    [(16, 21000, 20), (64, 70000, 20), (4096, 40000, 20), (64, 70000, 1)],
+)
+def test_long_walks_leap(simulator: ModuleType, block: int, seqlen_k: int, queries: int) -> None:
     """Over more blocks than a warp holds bits of; what nobody chose holds NaN, in tiles of 128."""
-    drawn = Composed.draw((1, 20, seqlen_k), (2, 1, 1), block, 2, seed=block, causal=True)
+    shape, k = (1, queries, seqlen_k), 2 if queries > 1 else 7
+    drawn = Composed.draw(shape, (2, 1, 1), block, k, seed=block, causal=True)
     selection = drawn.selection.where(drawn.selection != 0, 1)
     selection[:, :, 3:7] = -1
     used = torch.zeros(seqlen_k + 128, dtype=torch.bool)
@@ -334,7 +338,7 @@ def test_long_walks_leap(simulator: ModuleType, block: int, seqlen_k: int) -> No
     for x in (drawn.k, drawn.v):
         x[:, ~used[:seqlen_k]] = torch.nan
     visible = dense_selection(selection, block, seqlen_k).repeat_interleave(2, 1)
-    i, j = positions(20, seqlen_k, seqlen_k - 20)
+    i, j = positions(queries, seqlen_k, seqlen_k - queries)
     given = drawn._replace(selection=selection, visible=visible & (j <= i))
     clean = [drawn.q, *(x.nan_to_num(0.0) for x in (drawn.k, drawn.v))]
     wanted, eager = given.attend(*(x.double() for x in clean)), given.attend(*clean)
@@ -360,7 +364,7 @@ def test_pages(
 ) -> None:
     """Decoding over pages, in splits; unused rows hold NaN; of one query entries are read."""
     block = 128 if page_size == 128 else 64
-    if queries == 1 and (block == 128 or ACTIVE_ARCH == "sm_90a"):
+    if queries == 1:
         monkeypatch.setattr(mask_arguments, "selected_bits", None)
     drawn = Composed.draw((2, queries, 520), (8, 2, 2), block, 4, seed=page_size)
     used = torch.tensor([515, 130], dtype=torch.int32)

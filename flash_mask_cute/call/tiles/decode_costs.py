@@ -21,16 +21,17 @@ NUMBERS = 1, 2, 3, 4, 6, 8, 12, 16
 
 class DecodingWork(NamedTuple):
     """tiles: work tiles. keys: of a tile. head_dim: the mean of those of q and of v. rows: of
-    queries, over all heads."""
+    queries, over all heads. itemsize: bytes of a key's column."""
 
     tiles: int
     keys: int
     head_dim: float
     rows: int
+    itemsize: int = 2
 
     @property
     def block_mb(self) -> float:
-        return 4e-6 * KEYS * self.head_dim
+        return 2e-6 * KEYS * self.head_dim * self.itemsize
 
 
 class DecodeCosts(NamedTuple):
