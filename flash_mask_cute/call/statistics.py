@@ -129,8 +129,9 @@ def _terms_of_a_key(plan: ExecutionPlan, request: StatisticsRequest) -> float:
     if problem.varlen_q or problem.shared_kv:
         return math.inf
     of_tile = tiles.tile_m // _ROWS_OF_WARPGROUP
-    if request.names == ("key_sums",) and problem.score_mod is None and tiles.tile_m == tiles.tile_n:
-        of_tile = 1  # keys are rows (`AttentionStatisticsSm90`)
+    if request.names == ("key_sums",) and problem.score_mod is None:
+        # once if keys are rows (`KeySums`)
+        of_tile = 1 if tiles.tile_m == tiles.tile_n else of_tile
     heads = of.heads_q // (of.heads_kv * problem.packed_heads)
     return heads * -(-of.seqlen_q * problem.packed_heads // tiles.tile_m) * of_tile
 

@@ -72,7 +72,7 @@ class StatisticsTraits(FwdTraits):
 
 
 class StatisticsTensors(NamedTuple):
-    """The destination of statistics, in the place of `Partials`.
+    """The destination of statistics, in the place of `Partials`, contiguous in the last mode.
 
     key_sums: fp32 (batch, heads_kv, keys), or (heads_kv, keys) of packed keys, or words of exact
     sums (`fixed_point_sums`), one mode more. entropy: (splits, ...) of a tensor like LSE.
@@ -124,8 +124,9 @@ class AttentionStatisticsSm90(FlashAttentionForwardSm90):
         kind = RowStatistics
         if const_expr(self._keys_are_rows(epilogue.partials)):
             kind = KeySums
-        counts = (kind.count_rows(self.traits), Float32), (ROWS_PER_THREAD, Float32), (3, Int64)
-        of_tile = [cute.make_rmem_tensor((count,), dtype) for count, dtype in counts]
+        sizes = kind.count_rows(self.traits), ROWS_PER_THREAD, ROWS_PER_THREAD, 1
+        dtypes = zip(sizes, (Float32, Float32, Int32, Int64), strict=True)
+        of_tile = [cute.make_rmem_tensor((size,), dtype) for size, dtype in dtypes]
         exponents = wgmma.rows_by_cols(wgmma.make_accumulator(self.traits.tile_n))
         blocks = kind(*vars(blocks).values(), epilogue, *of_tile, exponents, self.statistics)
         tile, block, cut = Int32(0), Int32(0), Int32(0)
@@ -154,7 +155,7 @@ class RowStatistics(KeyBlocks):
 
     of: LSE, lengths, and as `partials` the `StatisticsTensors`. bias: LSE, to base 2 without a
     score_mod; 0 for a row that sees nothing. entropy: sums of p times its logarithm to base 2.
-    places: offsets of its sums of blocks, of each row, or -1, and of the sum of its first key.
+    places: offsets of its sums of blocks, of each row, or -1. key_place: of the sum of its key.
     exponents: logarithms to base 2 of P of a key block, (rows, cols). block: rows and keys of a sum
     of blocks, and whether rows of all sequences follow each other.
     """
@@ -163,6 +164,7 @@ class RowStatistics(KeyBlocks):
     bias: cute.Tensor
     entropy: cute.Tensor
     places: cute.Tensor
+    key_place: cute.Tensor
     exponents: cute.Tensor
     block: cutlass.Constexpr[tuple[int, int, bool]]
 
@@ -197,7 +199,7 @@ class RowStatistics(KeyBlocks):
             place: tuple = (work.head_idx // self.of.partials.heads_per_kv,)
             if const_expr(lengths.cu_seqlens_k is None):
                 place = lengths.kv_entry(work.batch_idx), *place
-            self.places[2] = offset_in(target, (*place, work.offset_k + self._own_key()))
+            self.key_place[0] = offset_in(target, (*place, work.offset_k + self._own_key()))
         for target in (self.of.partials.block_sums, self.of.partials.block_maxima):
             if const_expr(target is not None):
                 self._place_blocks(target, work)
@@ -212,7 +214,9 @@ class RowStatistics(KeyBlocks):
         for r, (row, _, q_idx) in enumerate(self._rows(work)):
             place = batch_idx, work.head_idx, (first + row) // of_sum, Int32(0)
             is_stored = is_first & (q_idx < work.slot)
-            self.places[r] = cutlass.select_(is_stored, offset_in(target, place), Int64(-1))
+            # below 2^31: `call/statistics.py` refuses larger ones
+            offset = Int32(offset_in(target, place))
+            self.places[r] = cutlass.select_(is_stored, offset, Int32(-1))
 
     def start(self, tile: Int32, block: Int32) -> Int32:
         """Take the exponents of a tile's first key block. Returns its flags."""
@@ -317,8 +321,8 @@ class RowStatistics(KeyBlocks):
                 column = n_block * parts + part
                 for r in cutlass.range_constexpr(len(values)):
                     if (self.places[r] >= 0) & (column < target.shape[3]):
-                        place = self.places[r] + Int64(column) * target.layout.stride[-1]
-                        word = cute.make_tensor(target.iterator + place, cute.make_layout(1))
+                        place = target.iterator + (self.places[r] + column)
+                        word = cute.make_tensor(place, cute.make_layout(1))
                         word[0] = values[r]
 
     def _add_columns(self, probs: cute.Tensor, block: Int32, n_block: Int32) -> None:
@@ -337,10 +341,10 @@ class RowStatistics(KeyBlocks):
     def _add(self, total: Float32, counts: Boolean, n_block: Int32) -> None:
         """Add a sum to that of this thread's key."""
         target = self.of.partials.key_sums
-        offset = Int64(n_block * self.traits.tile_n) * target.layout.stride[-1]
+        place = self.key_place[0] + n_block * self.traits.tile_n
         # keys past the end are hidden, and a sum of 0 is not added
         total = cutlass.select_(counts, total, Float32(0.0))
-        add_without_a_branch(target, self.places[2] + offset, total)
+        add_without_a_branch(target, place, total)
 
     @cute.jit
     def end(self, work: Work):
@@ -366,7 +370,7 @@ class KeySums(RowStatistics):
         first = work.block * self.traits.tile_m + wgmma.first_col_of(thread_in_warpgroup())
         return (first + wgmma.col_offset(c) for c in range(self.count_rows(self.traits)))
 
-    def _own_key(self, is_second: Int32 | None = None) -> Int32:
+    def _own_key(self) -> Int32:
         first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
         first += wgmma.row_of(thread_in_warpgroup(), 0)
         # two lanes of a key have its sum at the end, and the other two that of the second key
