@@ -121,25 +121,25 @@ class AttentionStatisticsSm90(FlashAttentionForwardSm90):
         blocks = KeyBlocks.create(
             *(self.traits, self.score_mod, tiles, channels, scales, masks.aux_tensors), facts
         )
-        kind = RowStatistics
-        if const_expr(self._keys_are_rows(epilogue.partials)):
-            kind = KeySums
-        sizes = kind.count_rows(self.traits), ROWS_PER_THREAD, ROWS_PER_THREAD, 1
-        dtypes = zip(sizes, (Float32, Float32, Int32, Int64), strict=True)
-        of_tile = [cute.make_rmem_tensor((size,), dtype) for size, dtype in dtypes]
+        kind = KeySums if const_expr(self._keys_are_rows(epilogue.partials)) else RowStatistics
+        sizes = (self.traits.tile_n // 4, Float32), (2, Float32), (2, Int32), (1, Int64)
+        of_tile = [cute.make_rmem_tensor((size,), dtype) for size, dtype in sizes]
         exponents = wgmma.rows_by_cols(wgmma.make_accumulator(self.traits.tile_n))
         blocks = kind(*vars(blocks).values(), epilogue, *of_tile, exponents, self.statistics)
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while channels.ring.wait(tile):
             channels.q.wait(tile)
             blocks.begin(channels.ring.read(tile))
-            flags = blocks.start(tile, block)
+            flags = blocks.take(tile, block, None)
             while flags & KIND_MASK != Kind.END:
-                flags, cut = blocks.visit(flags, tile, block, cut, has_next=True)
+                cut = blocks.hide(flags, tile, cut)
+                flags = blocks.take(tile, block + 1, flags >> N_BLOCK_SHIFT)
                 block += 1
-            _, cut = blocks.visit(flags, tile, block, cut, has_next=False)
-            block += 1
+            # its last reader, S, is complete: the next query may come under the reduction
             channels.q.release(tile)
+            cut = blocks.hide(flags, tile, cut)
+            blocks.reduce(block, flags >> N_BLOCK_SHIFT)
+            block += 1
             blocks.end(channels.ring.read(tile))
             channels.ring.release(tile)
             tile += 1
@@ -168,7 +168,8 @@ class RowStatistics(KeyBlocks):
     exponents: cute.Tensor
     block: cutlass.Constexpr[tuple[int, int, bool]]
 
-    count_rows = staticmethod(lambda traits: ROWS_PER_THREAD)
+    # whose bias a score has
+    bias_of = staticmethod(lambda r, c: r)
 
     def _tile_rows(self, work: Work) -> Iterable[Int32]:
         return tile_rows(self.traits, work, thread_in_warpgroup())
@@ -218,20 +219,18 @@ class RowStatistics(KeyBlocks):
             offset = Int32(offset_in(target, place))
             self.places[r] = cutlass.select_(is_stored, offset, Int32(-1))
 
-    def start(self, tile: Int32, block: Int32) -> Int32:
-        """Take the exponents of a tile's first key block. Returns its flags."""
+    @cute.jit
+    def take(self, tile: Int32, block: Int32, reduced: cutlass.Constexpr[None] | Int32) -> Int32:
+        """Issue S of a key block, reduce P of the one before, if any, with this n_block, and take
+        the exponents. Returns the flags of the block."""
         self.wait_for_keys(block)
-        return self._finish(*self._issue(tile, block), tile, block)
-
-    def _issue(self, tile: Int32, block: Int32) -> tuple[cute.Tensor, Int32]:
-        """Issue S of a key block, which has arrived. Returns S, and the flags of the block."""
         acc_S = wgmma.make_accumulator(self.traits.tile_n)
         self.issue_scores(acc_S, tile, block)
-        return acc_S, self._block_flags(block)
-
-    @cute.jit
-    def _finish(self, acc_S: cute.Tensor, flags: Int32, tile: Int32, block: Int32) -> Int32:
-        """Wait for S of a key block, and take its exponents. Returns its flags."""
+        flags = self._block_flags(block)
+        # always: the compiler places S ahead of a branch by what came with the keys
+        if const_expr(reduced is not None):  # noqa: SIM102 (while tracing)
+            if flags >= 0:
+                self.reduce(block - 1, reduced)
         warpgroup.wait_group(0)
         self.channels.k.release(block)
         scores = wgmma.rows_by_cols(acc_S)
@@ -243,46 +242,27 @@ class RowStatistics(KeyBlocks):
             self._modify(self._places(tile, flags, True), loaded, scores)
         for r in range(ROWS_PER_THREAD):
             for c in range(cute.size(scores, mode=[1])):
-                self.exponents[r, c] = self._exponent(scores[r, c], self._bias_of(r, c))
+                self.exponents[r, c] = self._exponent(scores[r, c], self.bias[self.bias_of(r, c)])
         return flags
 
     @cute.jit
-    def visit(
-        self, flags: Int32, tile: Int32, block: Int32, cut: Int32,
-        has_next: cutlass.Constexpr[bool],
-    ) -> tuple:  # fmt: skip
-        """Reduce P of a key block, with S of the next one under the reduction. Returns the flags of
-        the next, and the number of partial blocks so far."""
-        n_block = flags >> N_BLOCK_SHIFT
+    def hide(self, flags: Int32, tile: Int32, cut: Int32) -> Int32:
+        """Hide what a partial block's bits do not have. Returns how many such blocks were seen."""
         if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
             work = self.channels.ring.read(tile)
+            words = zip(self._bits(cut, Boolean(False)), self._rows(work), strict=True)
             # rows that do not exist would count for keys
-            self._hide(cut, [q_idx < work.seqlen_q for _, _, q_idx in self._rows(work)])
+            in_use = [(word, q_idx < work.seqlen_q) for word, (_, _, q_idx) in words]
+            self._hide_unset([cutlass.select_(used, word, Int32(0)) for word, used in in_use])
             cut += 1
-        if const_expr(has_next):
-            self.wait_for_keys(block + 1)
-            acc_S, flags = self._issue(tile, block + 1)
-            # always: after a branch by a flag that came with the keys, the compiler cannot place S
-            # after the reduction
-            if flags >= 0:
-                self._reduce(block, n_block)
-            flags = self._finish(acc_S, flags, tile, block + 1)
-        else:
-            self._reduce(block, n_block)
-        return flags, cut
+        return cut
 
-    def _bias_of(self, r: int, c: int) -> Float32:
-        return self.bias[r]
-
-    def _hide(self, cut: Int32, in_use: list) -> None:
-        """Hide what the bits of a partial block do not have."""
-        words = zip(self._bits(cut, Boolean(False)), in_use, strict=True)
-        bits = tuple(cutlass.select_(is_used, word, Int32(0)) for word, is_used in words)
+    def _hide_unset(self, bits: list[Int32]) -> None:
         # not -inf, which times a p of 0 is NaN
-        bit_tile.hide_unset(self.exponents, bits, Float32(LOWEST_EXPONENT))
+        bit_tile.hide_unset(self.exponents, tuple(bits), Float32(LOWEST_EXPONENT))
 
-    def _reduce(self, block: Int32, n_block: Int32) -> None:
-        """All statistics of P, from its logarithms (rows, cols)."""
+    def reduce(self, block: Int32, n_block: Int32) -> None:
+        """All statistics of P of a key block, by its exponents."""
         exponents = self.exponents
         probs = cute.make_rmem_tensor_like(exponents)
         for r in range(ROWS_PER_THREAD):
@@ -364,20 +344,19 @@ class KeySums(RowStatistics):
     """Sums of keys alone, by S^T = K Q^T of 64 keys and all queries of the tile: a thread sums its
     own registers, and a sum is complete when it is added to memory."""
 
-    count_rows = staticmethod(lambda traits: traits.tile_m // 4)
+    bias_of = staticmethod(lambda r, c: c)
 
     def _tile_rows(self, work: Work) -> Iterable[Int32]:
         first = work.block * self.traits.tile_m + wgmma.first_col_of(thread_in_warpgroup())
-        return (first + wgmma.col_offset(c) for c in range(self.count_rows(self.traits)))
+        return (first + wgmma.col_offset(c) for c in range(self.traits.tile_m // 4))
+
+    def _first_key(self) -> Int32:
+        first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        return first + wgmma.row_of(thread_in_warpgroup(), 0)
 
     def _own_key(self) -> Int32:
-        first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
-        first += wgmma.row_of(thread_in_warpgroup(), 0)
-        # two lanes of a key have its sum at the end, and the other two that of the second key
-        return first + wgmma.ROWS_OF_GROUP * (cute.arch.lane_idx() % 2)
-
-    def _bias_of(self, r: int, c: int) -> Float32:
-        return self.bias[c]
+        # an odd lane ends with the sum of its second key
+        return self._first_key() + wgmma.row_offset(1) * (cute.arch.lane_idx() % 2)
 
     def issue_scores(self, acc_S: cute.Tensor, tile: Int32, block: Int32, half: Any = None) -> None:
         rows = wgmma.ROWS_PER_WARPGROUP
@@ -391,22 +370,24 @@ class KeySums(RowStatistics):
             parts.append((acc, queries[None, None, None, first + i]))
         wgmma.issue_parts(mma, keys, parts, False)
 
-    def _hide(self, cut: Int32, in_use: list) -> None:
-        channel, thread = self.channels.bits, thread_in_warpgroup()
-        channel.wait(cut)
-        key = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP + wgmma.row_of(thread, 0)
-        shift, first = key // 8 * 2 + key % 2, wgmma.first_col_of(thread)
-        for c, is_used in enumerate(in_use):
-            word = self.tiles.bits[key % 8 // 2, first + wgmma.col_offset(c)] >> shift
-            word = cutlass.select_(is_used, word, Int32(0))
-            for r in range(ROWS_PER_THREAD):
-                keep = bit_tile.is_set(word, 2 * r)
-                hidden = Float32(LOWEST_EXPONENT)
-                self.exponents[r, c] = cutlass.select_(keep, self.exponents[r, c], hidden)
+    def _bits(self, cut: Int32, is_ready: Boolean) -> tuple:
+        channel, key = self.channels.bits, self._first_key()
+        channel.wait_unless(is_ready, cut)
+        # from the bit of the first key on; that of the second is the next but one
+        shift, first = key // 8 * 2 + key % 2, wgmma.first_col_of(thread_in_warpgroup())
+        columns = [first + wgmma.col_offset(c) for c in range(self.traits.tile_m // 4)]
+        words = tuple(self.tiles.bits[key % 8 // 2, column] >> shift for column in columns)
         cute.arch.sync_warp()
         channel.release(cut)
+        return words
 
-    def _reduce(self, block: Int32, n_block: Int32) -> None:
+    def _hide_unset(self, bits: list[Int32]) -> None:
+        for c, word in enumerate(bits):
+            for r in range(ROWS_PER_THREAD):
+                keep, exponent = bit_tile.is_set(word, 2 * r), self.exponents[r, c]
+                self.exponents[r, c] = cutlass.select_(keep, exponent, Float32(LOWEST_EXPONENT))
+
+    def reduce(self, block: Int32, n_block: Int32) -> None:
         sums = [[Float32(0.0)] * CHAINS for _ in range(ROWS_PER_THREAD)]
         for c in range(cute.size(self.exponents, mode=[1])):
             for r in range(ROWS_PER_THREAD):
