@@ -29,7 +29,7 @@ from flash_mask_cute.runtime.named_tuples import replaced
 from flash_mask_cute.runtime.target import Target
 
 # rows of a warp, whose sums a kernel adds up
-_ROWS_OF_WARP = 16
+_ROWS_OF_WARP, _ROWS_OF_WARPGROUP = 16, 64
 _KEYS_OF_BLOCK, _QUERIES_STEP = (64, 128), 64
 _MOST_SCRATCH_BYTES = 1 << 31
 # of a range of keys
@@ -109,7 +109,9 @@ def plan_statistics(
         plan.problem,
         statistics=request.names,
         statistics_block=(rows, min(n, plan.fwd_choice.tiles.tile_n), m == 1),
-        deterministic=request.deterministic and "key_sums" in request.names,
+        deterministic=request.deterministic
+        and "key_sums" in request.names
+        and _terms_of_a_key(plan, request) > 2,
     )
     plan = replace(plan, problem=problem)
     scratch_bytes = 4 * math.prod(_parts_of_blocks(plan, request))
@@ -119,6 +121,19 @@ def plan_statistics(
             f"scratch memory, more than {_MOST_SCRATCH_BYTES}: call it for fewer heads or queries"
         )
     return with_conversions(plan, x) if is_kernel else plan
+
+
+def _terms_of_a_key(plan: ExecutionPlan, request: StatisticsRequest) -> float:
+    """How many sums a kernel adds to that of a key, at most. Those of two have no order."""
+    of, problem, tiles = plan.shapes, plan.problem, plan.fwd_choice.tiles
+    if problem.varlen_q or problem.shared_kv:
+        return math.inf
+    of_tile = tiles.tile_m // _ROWS_OF_WARPGROUP
+    if request.names == ("key_sums",) and problem.score_mod is None:
+        # once if keys are rows (`KeySums`)
+        of_tile = 1 if tiles.tile_m == tiles.tile_n else of_tile
+    heads = of.heads_q // (of.heads_kv * problem.packed_heads)
+    return heads * -(-of.seqlen_q * problem.packed_heads // tiles.tile_m) * of_tile
 
 
 def _parts_of_blocks(plan: ExecutionPlan, request: StatisticsRequest) -> tuple[int, ...]:
@@ -172,8 +187,9 @@ class PreparedStatistics(SecondWalk):
     def _result(self, name: str, sums: Tensor) -> Tensor:
         problem = self.plan.problem
         if name in _OF_BLOCKS:
-            reduced = torch.amax if name == "block_maxima" else torch.sum
-            sums = reduced(sums.view(self._parts), (2, 4, 6))
+            if math.prod(self._parts[2::2]) > 1:  # a sum of one would be a copy
+                reduced = torch.amax if name == "block_maxima" else torch.sum
+                sums = reduced(sums.view(self._parts), (2, 4, 6))
             sums = sums[0] if problem.varlen_q and self._request.block_size[0] == 1 else sums
         elif name == "entropy":
             sums = sums.sum(0)

@@ -9,21 +9,17 @@ LSE is known, so key ranges are independent, and a work tile may be split withou
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.arch import fmax
 from cutlass.cute.nvgpu import warpgroup
 
-from flash_mask_cute.core.cta import (
-    THREADS_PER_WARPGROUP,
-    WARPS_PER_WARPGROUP,
-    thread_in_warpgroup,
-)
+from flash_mask_cute.core.cta import WARPS_PER_WARPGROUP, thread_in_warpgroup
 from flash_mask_cute.core.exp2 import LN_2, LOG2_E
 from flash_mask_cute.core.lengths import Lengths, row_place
 from flash_mask_cute.core.operand_loads import N_BLOCK_SHIFT
@@ -44,12 +40,14 @@ from flash_mask_cute.sm90.flash_fwd_traits import Barrier, FwdTraits
 from flash_mask_cute.sm90.warpgroups import mma_warpgroup_idx, sync_warpgroup
 from flash_mask_cute.sm90.wgmma import ROWS_PER_THREAD
 
-# An exponent of 2 far below that of any LSE, and a finite score.
-LOWEST_EXPONENT, LOWEST_SCORE = -(2.0**100), -(2.0**127)
+# An exponent of 2 far below that of any LSE.
+LOWEST_EXPONENT = -(2.0**100)
 # Columns of the tile of V, which nobody loads.
 NO_VALUES = 16
 # A warp may store sums of keys of a block while others read those of the block before.
 _STAGES_OF_SUMS = 2
+# whether S is issued before the reduction; False: where the compiler places it
+_AHEAD = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class StatisticsTraits(FwdTraits):
 
 
 class StatisticsTensors(NamedTuple):
-    """The destination of statistics, in the place of `Partials`.
+    """The destination of statistics, in the place of `Partials`, contiguous in the last mode.
 
     key_sums: fp32 (batch, heads_kv, keys), or (heads_kv, keys) of packed keys, or words of exact
     sums (`fixed_point_sums`), one mode more. entropy: (splits, ...) of a tensor like LSE.
@@ -125,24 +123,32 @@ class AttentionStatisticsSm90(FlashAttentionForwardSm90):
         blocks = KeyBlocks.create(
             *(self.traits, self.score_mod, tiles, channels, scales, masks.aux_tensors), facts
         )
-        of_rows = (cute.make_rmem_tensor((ROWS_PER_THREAD,), Float32) for _ in range(2))
-        acc_S = wgmma.make_accumulator(self.traits.tile_n)
-        blocks = RowStatistics(*vars(blocks).values(), epilogue, *of_rows, acc_S, self.statistics)
+        kind = KeySums if const_expr(self._keys_are_rows(epilogue.partials)) else RowStatistics
+        sizes = (self.traits.tile_n // 4, Float32), (2, Float32), (2, Int32), (1, Int64)
+        of_tile = [cute.make_rmem_tensor((size,), dtype) for size, dtype in sizes]
+        exponents = wgmma.rows_by_cols(wgmma.make_accumulator(self.traits.tile_n))
+        blocks = kind(*vars(blocks).values(), epilogue, *of_tile, exponents, self.statistics)
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while channels.ring.wait(tile):
             channels.q.wait(tile)
             blocks.begin(channels.ring.read(tile))
-            flags = blocks.issue(tile, block)
-            blocks.finish(block)
+            flags = blocks.take(tile, block, None)
             while flags & KIND_MASK != Kind.END:
-                flags, cut = blocks.visit(flags, tile, block, cut, has_next=True)
+                cut = blocks.hide(flags, tile, cut)
+                flags = blocks.take(tile, block + 1, flags >> N_BLOCK_SHIFT)
                 block += 1
-            _, cut = blocks.visit(flags, tile, block, cut, has_next=False)
-            block += 1
+            # its last reader, S, is complete: the next query may come under the reduction
             channels.q.release(tile)
+            cut = blocks.hide(flags, tile, cut)
+            blocks.reduce(block, flags >> N_BLOCK_SHIFT)
+            block += 1
             blocks.end(channels.ring.read(tile))
             channels.ring.release(tile)
             tile += 1
+
+    def _keys_are_rows(self, partials: StatisticsTensors) -> bool:
+        others = partials.entropy, partials.block_sums, partials.block_maxima, self.score_mod
+        return all(x is None for x in others) and self.tile_m == self.tile_n
 
 
 @dataclass(frozen=True)
@@ -151,19 +157,33 @@ class RowStatistics(KeyBlocks):
 
     of: LSE, lengths, and as `partials` the `StatisticsTensors`. bias: LSE, to base 2 without a
     score_mod; 0 for a row that sees nothing. entropy: sums of p times its logarithm to base 2.
-    block: rows and keys of a sum of blocks, and whether rows of all sequences follow each other.
+    places: offsets of its sums of blocks, of each row, or -1. key_place: of the sum of its key.
+    exponents: logarithms to base 2 of P of a key block, (rows, cols). block: rows and keys of a sum
+    of blocks, and whether rows of all sequences follow each other.
     """
 
     of: Epilogue
     bias: cute.Tensor
     entropy: cute.Tensor
-    acc_S: cute.Tensor
+    places: cute.Tensor
+    key_place: cute.Tensor
+    exponents: cute.Tensor
     block: cutlass.Constexpr[tuple[int, int, bool]]
+
+    # whose bias a score has
+    bias_of = staticmethod(lambda r, c: r)
+
+    def _tile_rows(self, work: Work) -> Iterable[Int32]:
+        return tile_rows(self.traits, work, thread_in_warpgroup())
+
+    def _own_key(self) -> Int32:
+        """The key of a block whose sum this thread adds to memory."""
+        return thread_in_warpgroup() % self.traits.tile_n
 
     def _rows(self, work: Work) -> list[tuple[Int32, Int32, Int32]]:
         """Of each row of this thread: the row, its head and its query."""
         group = self.traits.packed_heads, self.traits.group_size
-        rows = tile_rows(self.traits, work, thread_in_warpgroup())
+        rows = self._tile_rows(work)
         return [(row, head_of_row(work, row, *group), row // group[0]) for row in rows]
 
     @cute.jit
@@ -175,89 +195,107 @@ class RowStatistics(KeyBlocks):
                 lse = self.of.lse.lse[row_place(self.of.lengths, work, head_idx, q_idx)]
             lse = cutlass.select_(lse == -Float32.inf, Float32(0.0), lse)
             self.bias[r] = lse * LOG2_E if const_expr(self.score_mod is None) else lse
-            self.entropy[r] = Float32(0.0)
-
-    def issue(self, tile: Int32, block: Int32) -> Int32:
-        """Issue S of a key block. Returns its flags."""
-        self.wait_for_keys(block)
-        self.issue_scores(self.acc_S, tile, block)
-        return self._block_flags(block)
-
-    def finish(self, block: Int32) -> None:
-        warpgroup.wait_group(0)
-        self.channels.k.release(block)
+        self.entropy.fill(0.0)
+        # once a tile: addresses are long chains of instructions, a head's one a division
+        lengths, target = self.of.lengths, self.of.partials.key_sums
+        if const_expr(target is not None):
+            place: tuple = (work.head_idx // self.of.partials.heads_per_kv,)
+            if const_expr(lengths.cu_seqlens_k is None):
+                place = lengths.kv_entry(work.batch_idx), *place
+            self.key_place[0] = offset_in(target, (*place, work.offset_k + self._own_key()))
+        for target in (self.of.partials.block_sums, self.of.partials.block_maxima):
+            if const_expr(target is not None):
+                self._place_blocks(target, work)
 
     @cute.jit
-    def visit(
-        self, flags: Int32, tile: Int32, block: Int32, cut: Int32,
-        has_next: cutlass.Constexpr[bool],
-    ) -> tuple:  # fmt: skip
-        """Reduce P of a key block, with S of the next one under the reduction. Returns the flags of
-        the next, and the number of partial blocks so far."""
-        channels, n_block = self.channels, flags >> N_BLOCK_SHIFT
-        scores, work = wgmma.rows_by_cols(self.acc_S), channels.ring.read(tile)
+    def _place_blocks(self, target: cute.Tensor, work: Work):
+        of_sum, _, follows = self.block
+        batch_idx, first = work.batch_idx, Int32(0)
+        if const_expr(follows and self.of.lengths.cu_seqlens_q is not None):
+            batch_idx, first = Int32(0), work.offset_q * self.traits.packed_heads
+        is_first = cute.arch.lane_idx() % (4 * min(of_sum, wgmma.ROWS_OF_GROUP)) == 0
+        for r, (row, _, q_idx) in enumerate(self._rows(work)):
+            place = batch_idx, work.head_idx, (first + row) // of_sum, Int32(0)
+            is_stored = is_first & (q_idx < work.slot)
+            # below 2^31: `call/statistics.py` refuses larger ones
+            offset = Int32(offset_in(target, place))
+            self.places[r] = cutlass.select_(is_stored, offset, Int32(-1))
+
+    @cute.jit
+    def take(self, tile: Int32, block: Int32, reduced: cutlass.Constexpr[None] | Int32) -> Int32:
+        """Issue S of a key block, reduce P of the one before, if any, with this n_block, and take
+        the exponents. Returns the flags of the block."""
+        self.wait_for_keys(block)
+        acc_S = wgmma.make_accumulator(self.traits.tile_n)
+        self.issue_scores(acc_S, tile, block)
+        flags = self._block_flags(block)
+        # always: the compiler places S ahead of a branch by what came with the keys
+        if const_expr(reduced is not None and not _AHEAD):
+            self.reduce(block - 1, reduced)
+        elif const_expr(reduced is not None):  # noqa: SIM102 (while tracing)
+            if flags >= 0:
+                self.reduce(block - 1, reduced)
+        warpgroup.wait_group(0)
+        self.channels.k.release(block)
+        scores = wgmma.rows_by_cols(acc_S)
         if const_expr(self.score_mod is None):
             self._modify(None, None, scores)
-        elif work.has_scores:
+        elif self.channels.ring.read(tile).has_scores:
             # a sequence without queries or keys has no position to evaluate
             loaded = self._load_table_rows(tile, flags)
             self._modify(self._places(tile, flags, True), loaded, scores)
+        for r in range(ROWS_PER_THREAD):
+            for c in range(cute.size(scores, mode=[1])):
+                self.exponents[r, c] = self._exponent(scores[r, c], self.bias[self.bias_of(r, c)])
+        return flags
+
+    @cute.jit
+    def hide(self, flags: Int32, tile: Int32, cut: Int32) -> Int32:
+        """Hide what a partial block's bits do not have. Returns how many such blocks were seen."""
         if (flags >> OWN_KIND_SHIFT) & KIND_MASK == Kind.PARTIAL:
+            work = self.channels.ring.read(tile)
             words = zip(self._bits(cut, Boolean(False)), self._rows(work), strict=True)
             # rows that do not exist would count for keys
             in_use = [(word, q_idx < work.seqlen_q) for word, (_, _, q_idx) in words]
-            bits = tuple(cutlass.select_(is_used, word, Int32(0)) for word, is_used in in_use)
-            hidden = -Float32.inf
-            if const_expr(self.score_mod is None):
-                # not -inf, which times a p of 0 is NaN
-                hidden = cute.arch.rcp_approx(self.softmax.scale_log2) * LOWEST_EXPONENT
-                hidden = fmax(hidden, Float32(LOWEST_SCORE))
-            bit_tile.hide_unset(scores, bits, hidden)
+            self._hide_unset([cutlass.select_(used, word, Int32(0)) for word, used in in_use])
             cut += 1
-        probs = cute.make_rmem_tensor_like(scores)
-        self._take_probabilities(scores, probs)
-        if const_expr(has_next):
-            flags = self.issue(tile, block + 1)
-        self._store_blocks(probs, work, n_block)
-        if const_expr(self.of.partials.key_sums is not None):
-            self._add_columns(probs, work, block, n_block)
-        if const_expr(has_next):
-            self.finish(block + 1)
-        return flags, cut
+        return cut
 
-    def _take_probabilities(self, scores: cute.Tensor, probs: cute.Tensor) -> None:
-        """Probabilities (rows, cols) of scores, and additions to the entropy of their rows."""
+    def _hide_unset(self, bits: list[Int32]) -> None:
+        # not -inf, which times a p of 0 is NaN
+        bit_tile.hide_unset(self.exponents, tuple(bits), Float32(LOWEST_EXPONENT))
+
+    def reduce(self, block: Int32, n_block: Int32) -> None:
+        """All statistics of P of a key block, by its exponents."""
+        exponents = self.exponents
+        probs = cute.make_rmem_tensor_like(exponents)
         for r in range(ROWS_PER_THREAD):
             sums = [Float32(0.0)] * CHAINS
-            for c in range(cute.size(scores, mode=[1])):
-                exponent = self._exponent(scores[r, c], r)
-                p = cute.math.exp2(exponent, fastmath=True)
-                sums[c % CHAINS] = cute.math.fma(p, exponent, sums[c % CHAINS])
-                probs[r, c] = p
+            for c in range(cute.size(exponents, mode=[1])):
+                probs[r, c] = cute.math.exp2(exponents[r, c], fastmath=True)
+                sums[c % CHAINS] = cute.math.fma(probs[r, c], exponents[r, c], sums[c % CHAINS])
             if self.of.partials.entropy is not None:
                 self.entropy[r] = self.entropy[r] + _reduced(sums, operator.add)
+        self._store_blocks(probs, n_block)
+        if self.of.partials.key_sums is not None:
+            self._add_columns(probs, block, n_block)
 
-    def _exponent(self, score: Float32, r: int) -> Float32:
+    def _exponent(self, score: Float32, bias: Float32) -> Float32:
         """The logarithm of p to base 2."""
         if self.score_mod is None:
-            return cute.math.fma(score, self.softmax.scale_log2, -self.bias[r])
+            return cute.math.fma(score, self.softmax.scale_log2, -bias)
         # scores of any size: first the difference, which is exact near 0
-        exponent = rounded_difference(self.softmax.score(score), self.bias[r]) * LOG2_E
+        exponent = rounded_difference(self.softmax.score(score), bias) * LOG2_E
         return fmax(exponent, Float32(LOWEST_EXPONENT))
 
     # -- memory ---------------------------------------------------------------------------------
 
     @cute.jit
-    def _store_blocks(self, probs: cute.Tensor, work: Work, n_block: Int32):
+    def _store_blocks(self, probs: cute.Tensor, n_block: Int32):
         """Store sums and largest numbers of `block` rows and keys. Others have other keys, or rows
         of other warps, so each is stored once."""
-        of_sum, keys, follows = self.block
+        of_sum, keys, _ = self.block
         parts = self.traits.tile_n // keys
-        batch_idx, first = work.batch_idx, Int32(0)
-        if const_expr(follows and self.of.lengths.cu_seqlens_q is not None):
-            batch_idx, first = Int32(0), work.offset_q * self.traits.packed_heads
-        is_first = cute.arch.lane_idx() % (4 * min(of_sum, wgmma.ROWS_OF_GROUP)) == 0
-        rows = self._rows(work)
         for target, op in (
             (self.of.partials.block_sums, operator.add),
             (self.of.partials.block_maxima, fmax),
@@ -266,31 +304,31 @@ class RowStatistics(KeyBlocks):
                 values = _reduced_rows(probs, part, parts, of_sum, op)
                 column = n_block * parts + part
                 for r in cutlass.range_constexpr(len(values)):
-                    row, _, q_idx = rows[r]
-                    place = batch_idx, work.head_idx, (first + row) // of_sum, column
-                    if is_first & (q_idx < work.slot) & (column < target.shape[3]):
-                        target[place] = values[r]
+                    if (self.places[r] >= 0) & (column < target.shape[3]):
+                        place = target.iterator + (self.places[r] + column)
+                        word = cute.make_tensor(place, cute.make_layout(1))
+                        word[0] = values[r]
 
-    @cute.jit
-    def _add_columns(self, probs: cute.Tensor, work: Work, block: Int32, n_block: Int32):
+    def _add_columns(self, probs: cute.Tensor, block: Int32, n_block: Int32) -> None:
         """Add the sums over this warpgroup's rows to those of keys."""
-        target, lengths, tile_n = self.of.partials.key_sums, self.of.lengths, self.traits.tile_n
-        place: tuple = (work.head_idx // self.of.partials.heads_per_kv,)
-        if const_expr(lengths.cu_seqlens_k is None):
-            place = lengths.kv_entry(work.batch_idx), *place
         memory = cute.recast_ptr(self.tiles.v.iterator, dtype=Float32)
         of_all = cute.make_tensor(memory, self.traits.layout_sums())
         of_warps = of_all[None, None, mma_warpgroup_idx(), block % _STAGES_OF_SUMS]
         thread, (first, sums) = thread_in_warpgroup(), _sums_of_columns(probs)
         first += wgmma.first_col_of(thread)
-        for i in cutlass.range_constexpr(len(sums)):
+        for i in range(len(sums)):
             of_warps[first + wgmma.col_offset(i), thread // WARP] = sums[i]
         sync_warpgroup(Barrier.EPILOGUE)
-        for key in range(thread, tile_n, THREADS_PER_WARPGROUP):
-            total = _reduced([of_warps[key, w] for w in range(WARPS_PER_WARPGROUP)], operator.add)
-            k_idx = work.offset_k + n_block * tile_n + key
-            # keys past the end are hidden, and a sum of 0 is not added
-            add_without_a_branch(target, offset_in(target, (*place, k_idx)), total)
+        of_key = [of_warps[self._own_key(), w] for w in range(WARPS_PER_WARPGROUP)]
+        self._add(_reduced(of_key, operator.add), thread < self.traits.tile_n, n_block)
+
+    def _add(self, total: Float32, counts: Boolean, n_block: Int32) -> None:
+        """Add a sum to that of this thread's key."""
+        target = self.of.partials.key_sums
+        place = self.key_place[0] + n_block * self.traits.tile_n
+        # keys past the end are hidden, and a sum of 0 is not added
+        total = cutlass.select_(counts, total, Float32(0.0))
+        add_without_a_branch(target, place, total)
 
     @cute.jit
     def end(self, work: Work):
@@ -303,6 +341,64 @@ class RowStatistics(KeyBlocks):
                 if (thread_in_warpgroup() % 4 == 0) & (q_idx < work.slot):
                     place = row_place(self.of.lengths, work, head_idx, q_idx)
                     self.of.partials.entropy[(work.place, *place)] = entropy
+
+
+@dataclass(frozen=True)
+class KeySums(RowStatistics):
+    """Sums of keys alone, by S^T = K Q^T of 64 keys and all queries of the tile: a thread sums its
+    own registers, and a sum is complete when it is added to memory."""
+
+    bias_of = staticmethod(lambda r, c: c)
+
+    def _tile_rows(self, work: Work) -> Iterable[Int32]:
+        first = work.block * self.traits.tile_m + wgmma.first_col_of(thread_in_warpgroup())
+        return (first + wgmma.col_offset(c) for c in range(self.traits.tile_m // 4))
+
+    def _first_key(self) -> Int32:
+        first = mma_warpgroup_idx() * wgmma.ROWS_PER_WARPGROUP
+        return first + wgmma.row_of(thread_in_warpgroup(), 0)
+
+    def _own_key(self) -> Int32:
+        # an odd lane ends with the sum of its second key
+        return self._first_key() + wgmma.row_offset(1) * (cute.arch.lane_idx() % 2)
+
+    def issue_scores(self, acc_S: cute.Tensor, tile: Int32, block: Int32, half: Any = None) -> None:
+        rows = wgmma.ROWS_PER_WARPGROUP
+        mma, own = self.traits.mma_qk(num_keys=rows), (mma_warpgroup_idx(), 0, None)
+        keys = cute.local_tile(self.tiles.k, (rows, self.traits.tile_d), own)
+        keys = wgmma.operand_a(mma, keys)[None, None, None, self.channels.k.index(block)]
+        queries, parts = wgmma.operand_b(mma, self.tiles.q), []
+        first = self.channels.q.index(tile) * self.traits.num_mma_warpgroups
+        for i in range(self.traits.num_mma_warpgroups):
+            acc = wgmma.columns(acc_S, i * rows, (i + 1) * rows)
+            parts.append((acc, queries[None, None, None, first + i]))
+        wgmma.issue_parts(mma, keys, parts, False)
+
+    def _bits(self, cut: Int32, is_ready: Boolean) -> tuple:
+        channel, key = self.channels.bits, self._first_key()
+        channel.wait_unless(is_ready, cut)
+        # from the bit of the first key on; that of the second is the next but one
+        shift, first = key // 8 * 2 + key % 2, wgmma.first_col_of(thread_in_warpgroup())
+        columns = [first + wgmma.col_offset(c) for c in range(self.traits.tile_m // 4)]
+        words = tuple(self.tiles.bits[key % 8 // 2, column] >> shift for column in columns)
+        cute.arch.sync_warp()
+        channel.release(cut)
+        return words
+
+    def _hide_unset(self, bits: list[Int32]) -> None:
+        for c, word in enumerate(bits):
+            for r in range(ROWS_PER_THREAD):
+                keep, exponent = bit_tile.is_set(word, 2 * r), self.exponents[r, c]
+                self.exponents[r, c] = cutlass.select_(keep, exponent, Float32(LOWEST_EXPONENT))
+
+    def reduce(self, block: Int32, n_block: Int32) -> None:
+        sums = [[Float32(0.0)] * CHAINS for _ in range(ROWS_PER_THREAD)]
+        for c in range(cute.size(self.exponents, mode=[1])):
+            for r in range(ROWS_PER_THREAD):
+                sums[r][c % CHAINS] += cute.math.exp2(self.exponents[r, c], fastmath=True)
+        total = _halved([_reduced(of_key, operator.add) for of_key in sums], 1)[0]
+        total += cute.arch.shuffle_sync_bfly(total, offset=2)
+        self._add(total, cute.arch.lane_idx() & 2 == 0, n_block)
 
 
 def _reduced(values: list[Float32], op: Callable[[Float32, Float32], Float32]) -> Float32:
@@ -335,12 +431,17 @@ def _sums_of_columns(probs: cute.Tensor) -> tuple[Int32, list[Float32]]:
     lane, first = cute.arch.lane_idx(), Int32(0)
     sums = [probs[0, c] + probs[1, c] for c in range(cute.size(probs, mode=[1]))]
     for step in (16, 8, 4):
-        is_upper, half = (lane & step) != 0, len(sums) // 2
-        low, high = sums[:half], sums[half:]
-        sums = [
-            cutlass.select_(is_upper, b, a)
-            + cute.arch.shuffle_sync_bfly(cutlass.select_(is_upper, a, b), offset=step)
-            for a, b in zip(low, high, strict=True)
-        ]
-        first += cutlass.select_(is_upper, Int32(wgmma.col_offset(half)), Int32(0))
+        sums = _halved(sums, step)
+        is_upper = (lane & step) != 0
+        first += cutlass.select_(is_upper, Int32(wgmma.col_offset(len(sums))), Int32(0))
     return first, sums
+
+
+def _halved(sums: list[Float32], step: int) -> list[Float32]:
+    """The half of sums that this lane keeps, with those of the lane `step` away."""
+    is_upper, half = (cute.arch.lane_idx() & step) != 0, len(sums) // 2
+    return [
+        cutlass.select_(is_upper, b, a)
+        + cute.arch.shuffle_sync_bfly(cutlass.select_(is_upper, a, b), offset=step)
+        for a, b in zip(sums[:half], sums[half:], strict=True)
+    ]
