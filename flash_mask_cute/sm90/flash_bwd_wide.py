@@ -72,7 +72,7 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 ROWS = wgmma.ROWS_PER_WARPGROUP
-# columns of a fill of 64 rows, and its bytes; the most blocks that fills belong to
+# columns of a fill of 64 rows, and its bytes; the most blocks that fills in flight belong to
 FILL_COLUMNS = 64
 FILL_BYTES = ROWS * FILL_COLUMNS * 2
 MOST_BLOCKS = 4
@@ -113,8 +113,7 @@ class WideBwdTraits(BwdTraits):
     @property
     def num_fills(self) -> int:
         """Of blocks that pass, in shared memory."""
-        fits = (SMEM_CAPACITY - self._bytes_without_fills) // FILL_BYTES
-        return min(fits, MOST_BLOCKS * self.fills)
+        return (SMEM_CAPACITY - self._bytes_without_fills) // FILL_BYTES
 
     @property
     def smem_bytes(self) -> int:
@@ -304,9 +303,7 @@ class RoleLoads:
             tile += 1
 
     @cute.jit
-    def _load_block(
-        self, work: Work, tile: Int32, first: Int32, number: Int32, block: Block
-    ) -> Int32:
+    def _load_block(self, work: Work, tile: Int32, first: Int32, number: Int32, block: Block):
         """Load a block; first: the one with which the rows that are kept come."""
         shared, channel, fills = self.shared, self.shared.passing, self.traits.fills
         of_block, query = self.lengths.of_block(work, block), (work.head_idx, work.block)
@@ -330,8 +327,8 @@ class RoleLoads:
         for i in cutlass.range(fills, unroll=1):
             channel.acquire(fill + i)
             channel.expect(fill + i, num_bytes)
-            stage = channel.index(fill + i)
-            self._copy(self.passing, passing, i, shared.rows, stage, channel.barrier(fill + i))
+            place = channel.index(fill + i), channel.barrier(fill + i)
+            self._copy(self.passing, passing, i, shared.rows, *place)
         if number == first:
             shared.kept_rows.acquire(tile)
             for i in cutlass.range(fills, unroll=1):
@@ -355,8 +352,7 @@ class RoleLoads:
         smem: cute.Tensor, stage: Int32, barrier: cute.Pointer,
     ) -> None:  # fmt: skip
         """Load fill i of a block. One past the end has any columns, which are not stored."""
-        last = (self.traits.head_dim - 1) // FILL_COLUMNS
-        column = cutlass.min(i, last) * FILL_COLUMNS
+        column = cutlass.min(i, (self.traits.head_dim - 1) // FILL_COLUMNS) * FILL_COLUMNS
         src, dst = tma.tile_of(operand[0], *rows, ((1, ROWS), FILL_COLUMNS), smem, column)
         cute.copy(operand[0], src, dst[None, stage], tma_bar_ptr=barrier)
 
@@ -436,9 +432,9 @@ class RoleSums:
         mma, passing, steps = traits.mma_scores(), shared.passing, FILL_COLUMNS // 16
         kept, rows = wgmma.operand_a(mma, shared.kept), wgmma.operand_b(mma, shared.rows)
         for i in cutlass.range_constexpr(-(-traits.steps_d // steps)):
-            fill = block * traits.fills + i
-            passing.wait(fill)
-            of_fill = kept[None, None, None, i], rows[None, None, None, passing.index(fill)]
+            passing.wait(block * traits.fills + i)
+            stage = passing.index(block * traits.fills + i)
+            of_fill = kept[None, None, None, i], rows[None, None, None, stage]
             wgmma.issue(mma, acc, *of_fill, i > 0, min(steps, traits.steps_d - steps * i))
         warpgroup.wait_group(0)
         if const_expr(self.makes_grads):
@@ -484,15 +480,13 @@ class RoleSums:
         words = cute.make_rmem_tensor(WORDS_OF_BLOCK, Int32)
         self.shared.words.take(block, words)
         self.shared.words.release(block)
-        self._wait(block)
+        if not self._is_turn(block):
+            self._wait(block)
         fill, pairs = block * traits.fills, traits.fills // NUM_MMA_WARPGROUPS
         for i in cutlass.range_constexpr(pairs):
             passing.release(fill + 2 * i + 1 - own)
         fill += own
-        if const_expr(self.gradient is None):
-            for i in cutlass.range_constexpr(pairs):
-                passing.release(fill + 2 * i)
-        else:
+        if const_expr(self.gradient is not None):
             if const_expr(self.by_keys and traits.has_marks):
                 self.shared.cleared.wait(block)
             mma = traits.mma_words(FILL_COLUMNS)
@@ -503,9 +497,9 @@ class RoleSums:
                 part = wgmma.columns(acc, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
                 stage = passing.index(fill + 2 * i)
                 wgmma.issue(mma, part, operand, rows[None, None, None, stage], accumulate)
-            for i in cutlass.range_constexpr(pairs):
-                warpgroup.wait_group(pairs - 1 - i)
-                passing.release(fill + 2 * i)
+        for i in cutlass.range_constexpr(pairs):
+            warpgroup.wait_group(pairs - 1 - i)
+            passing.release(fill + 2 * i)
 
     @cute.jit
     def _clear_marked_rows(self, block: Int32):
@@ -528,8 +522,7 @@ class RoleSums:
         return marks_of(self.stats[head_idx, row_block, None], ROWS, self.traits.num_stats)
 
     @cute.jit
-    def _store(self, acc: cute.Tensor, work: Work, last: Int32):
-        """Store a gradient; last: the last block of its walk."""
+    def _store(self, acc: cute.Tensor, work: Work, last_block: Int32):
         traits, thread = self.traits, thread_in_warpgroup()
         scale = Float32(1.0) if const_expr(self.makes_grads) else self.softmax_scale
         # without scores, what was loaded is another sequence's, perhaps not even finite
@@ -548,7 +541,7 @@ class RoleSums:
         own, first_row = mma_warpgroup_idx(), work.block * ROWS
         place = first_row, work.slot - first_row
         # the other warpgroup, too, has computed all that it needs kept rows for
-        self.shared.passing.wait_until_released((last + 1) * traits.fills - 1)
+        self.shared.passing.wait_until_released((last_block + 1) * traits.fills - 1)
         for i in cutlass.range_constexpr(traits.fills // NUM_MMA_WARPGROUPS):
             part = wgmma.columns(acc, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
             first_col = (NUM_MMA_WARPGROUPS * i + own) * FILL_COLUMNS
