@@ -11,9 +11,9 @@ of the rows that it keeps. Two CTAs of a cluster have the same rows and the same
 The first CTA sends P, the second one makes dS of it and sends that back (`cta_pairs.PeerWords`),
 both as operands in registers. A gradient has one owner, which writes it once, so bits are equal in
 every run. The roles of warps are those of `flash_bwd`; mask warps of the second CTA do nothing. Of
-two MMA warpgroups each computes S or dP of every second block, and sums half of the columns of all
-blocks. It computes its next S or dP before it adds a block, so P and dS are on their way while
-tensor cores work. Of the four warpgroups the one that is furthest behind waits for nobody.
+two MMA warpgroups each computes S or dP of every second block, and sums every second fill of all
+blocks, 64 columns. S or dP of the next block comes first, so P and dS are on their way while tensor
+cores work. Of the four warpgroups the one that is furthest behind waits for nobody.
 docs/backward_sm90.md#heads-above-256 has the reasons.
 """
 
@@ -101,14 +101,13 @@ class WideBwdTraits(BwdTraits):
     tile_dv = tile_d
 
     @property
-    def fills(self) -> int:
-        """Of a block."""
+    def block_fills(self) -> int:
         return self.tile_d // FILL_COLUMNS
 
     @property
     def _bytes_without_fills(self) -> int:
         received = STAGES * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK * 4
-        return self.fills * FILL_BYTES + received + self.bytes_bits + SMEM_BOOKKEEPING
+        return self.block_fills * FILL_BYTES + received + self.bytes_bits + SMEM_BOOKKEEPING
 
     @property
     def num_fills(self) -> int:
@@ -129,7 +128,6 @@ class WideBwdTraits(BwdTraits):
         return None if is_right else f"head_dim is from 264 to 512, got {self.head_dim}"
 
     def layout_rows(self, fills: int) -> cute.ComposedLayout:
-        """(64, 64, fills)."""
         return wgmma.rows_layout(self.dtype, ROWS, FILL_COLUMNS, fills)
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
@@ -138,7 +136,7 @@ class WideBwdTraits(BwdTraits):
 
 
 class Shared(NamedTuple):
-    kept: cute.Tensor  # (64, 64, fills); a gradient leaves through the first ones
+    kept: cute.Tensor  # (64, 64, fills of a block); a gradient leaves through the first ones
     rows: cute.Tensor  # (64, 64, num_fills), of blocks that pass
     block_words: cute.Tensor  # (BLOCK_WORDS, MOST_BLOCKS)
     bit_tile: cute.Tensor  # (4 words, 64)
@@ -164,7 +162,7 @@ class Shared(NamedTuple):
         words = partial(allocator.allocate_array, Int32, byte_alignment=16)
         barriers = partial(allocator.allocate_array, Int64)
         stages = traits.num_fills
-        rows = tensor(traits.layout_rows(traits.fills)), tensor(traits.layout_rows(stages))
+        rows = tensor(traits.layout_rows(traits.block_fills)), tensor(traits.layout_rows(stages))
         slots = words(STAGES * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK)
         small = [
             cute.make_tensor(words(m * n), cute.make_layout((m, n)))
@@ -305,7 +303,7 @@ class RoleLoads:
     @cute.jit
     def _load_block(self, work: Work, tile: Int32, first: Int32, number: Int32, block: Block):
         """Load a block; first: the one with which the rows that are kept come."""
-        shared, channel, fills = self.shared, self.shared.passing, self.traits.fills
+        shared, channel, fills = self.shared, self.shared.passing, self.traits.block_fills
         of_block, query = self.lengths.of_block(work, block), (work.head_idx, work.block)
         if const_expr(self.by_keys):
             query = block.head_idx, block.index
@@ -390,13 +388,13 @@ class RoleSums:
             while following != Kind.END:
                 # the next block first, so that its P and dS are on their way
                 if self._is_turn(block + 1):
-                    passing.wait((block + 1) * self.traits.fills)
+                    passing.wait((block + 1) * self.traits.block_fills)
                     self._compute(block + 1, following, cut)
                 cut += Int32(following == Kind.PARTIAL)
                 self._add(acc, block, accumulate)
                 accumulate = Boolean(True)
                 block += 1
-                passing.wait(block * self.traits.fills)
+                passing.wait(block * self.traits.block_fills)
                 following = self._word(block, 0) & KIND_MASK
             self._add(acc, block, accumulate)
             block += 1
@@ -411,8 +409,8 @@ class RoleSums:
 
     def _wait(self, block: Int32) -> None:
         """Until all of a block has arrived."""
-        for i in range(self.traits.fills):
-            self.shared.passing.wait(block * self.traits.fills + i)
+        for i in range(self.traits.block_fills):
+            self.shared.passing.wait(block * self.traits.block_fills + i)
 
     def _is_turn(self, block: Int32) -> Boolean:
         """Whether this warpgroup computes P or dS of a block."""
@@ -431,11 +429,11 @@ class RoleSums:
         words = cute.make_rmem_tensor(WORDS_OF_BLOCK, Int32)
         mma, passing, steps = traits.mma_scores(), shared.passing, FILL_COLUMNS // 16
         kept, rows = wgmma.operand_a(mma, shared.kept), wgmma.operand_b(mma, shared.rows)
-        for i in cutlass.range_constexpr(-(-traits.steps_d // steps)):
-            passing.wait(block * traits.fills + i)
-            stage = passing.index(block * traits.fills + i)
+        for i in cutlass.range_constexpr(traits.block_fills):
+            passing.wait(block * traits.block_fills + i)
+            stage = passing.index(block * traits.block_fills + i)
             of_fill = kept[None, None, None, i], rows[None, None, None, stage]
-            wgmma.issue(mma, acc, *of_fill, i > 0, min(steps, traits.steps_d - steps * i))
+            wgmma.issue(mma, acc, *of_fill, i > 0, min(steps, max(traits.steps_d - steps * i, 0)))
         warpgroup.wait_group(0)
         if const_expr(self.makes_grads):
             exchange.take(block, words)
@@ -479,10 +477,9 @@ class RoleSums:
         traits, passing, own = self.traits, self.shared.passing, mma_warpgroup_idx()
         words = cute.make_rmem_tensor(WORDS_OF_BLOCK, Int32)
         self.shared.words.take(block, words)
-        self.shared.words.release(block)
         if not self._is_turn(block):
             self._wait(block)
-        fill, pairs = block * traits.fills, traits.fills // NUM_MMA_WARPGROUPS
+        fill, pairs = block * traits.block_fills, traits.block_fills // NUM_MMA_WARPGROUPS
         for i in cutlass.range_constexpr(pairs):
             passing.release(fill + 2 * i + 1 - own)
         fill += own
@@ -491,12 +488,13 @@ class RoleSums:
                 self.shared.cleared.wait(block)
             mma = traits.mma_words(FILL_COLUMNS)
             operand = wgmma.words_as_operand_a(words, traits.dtype)
-            columns = wgmma.columns_as_rows(self.shared.rows, 0, FILL_COLUMNS)
-            rows = wgmma.operand_b(mma, columns)
+            rows = wgmma.operand_b(mma, wgmma.columns_as_rows(self.shared.rows, 0, FILL_COLUMNS))
             for i in cutlass.range_constexpr(pairs):
                 part = wgmma.columns(acc, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
                 stage = passing.index(fill + 2 * i)
                 wgmma.issue(mma, part, operand, rows[None, None, None, stage], accumulate)
+        # not before: a product needs the words, but an arrival would not wait for their loads
+        self.shared.words.release(block)
         for i in cutlass.range_constexpr(pairs):
             warpgroup.wait_group(pairs - 1 - i)
             passing.release(fill + 2 * i)
@@ -511,8 +509,8 @@ class RoleSums:
             for i in cutlass.range(ROWS // WARPS_PER_WARPGROUP, unroll=1):
                 row = i * WARPS_PER_WARPGROUP + warp
                 if is_marked(marks, row):
-                    for j in cutlass.range_constexpr(self.traits.fills):
-                        stage = self.shared.passing.index(block * self.traits.fills + j)
+                    for j in cutlass.range_constexpr(self.traits.block_fills):
+                        stage = self.shared.passing.index(block * self.traits.block_fills + j)
                         clear_row(self.shared.rows[row, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_warpgroup(CLEARED)
@@ -541,8 +539,8 @@ class RoleSums:
         own, first_row = mma_warpgroup_idx(), work.block * ROWS
         place = first_row, work.slot - first_row
         # the other warpgroup, too, has computed all that it needs kept rows for
-        self.shared.passing.wait_until_released((last_block + 1) * traits.fills - 1)
-        for i in cutlass.range_constexpr(traits.fills // NUM_MMA_WARPGROUPS):
+        self.shared.passing.wait_until_released((last_block + 1) * traits.block_fills - 1)
+        for i in cutlass.range_constexpr(traits.block_fills // NUM_MMA_WARPGROUPS):
             part = wgmma.columns(acc, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
             first_col = (NUM_MMA_WARPGROUPS * i + own) * FILL_COLUMNS
             send_gradient(traits, part, self.shared.kept[None, None, own], gmem, *place, first_col)
