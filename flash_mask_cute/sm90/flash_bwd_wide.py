@@ -378,7 +378,7 @@ class RoleSums:
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
             # all rows that are kept have come with it
-            self._wait(block)
+            self._wait_for_all(block)
             flags = self._word(block, 0)
             kind, following = (flags >> OWN_KIND_SHIFT) & KIND_MASK, flags & KIND_MASK
             if self._is_turn(block):
@@ -407,8 +407,7 @@ class RoleSums:
     def _word(self, block: Int32, i: int) -> Int32:
         return self.shared.block_words[i, block % MOST_BLOCKS]
 
-    def _wait(self, block: Int32) -> None:
-        """Until all of a block has arrived."""
+    def _wait_for_all(self, block: Int32) -> None:
         for i in range(self.traits.block_fills):
             self.shared.passing.wait(block * self.traits.block_fills + i)
 
@@ -478,11 +477,10 @@ class RoleSums:
         words = cute.make_rmem_tensor(WORDS_OF_BLOCK, Int32)
         self.shared.words.take(block, words)
         if not self._is_turn(block):
-            self._wait(block)
-        fill, pairs = block * traits.block_fills, traits.block_fills // NUM_MMA_WARPGROUPS
+            self._wait_for_all(block)
+        fill, pairs = block * traits.block_fills + own, traits.block_fills // NUM_MMA_WARPGROUPS
         for i in cutlass.range_constexpr(pairs):
-            passing.release(fill + 2 * i + 1 - own)
-        fill += own
+            passing.release(fill + 2 * i + 1 - 2 * own)
         if const_expr(self.gradient is not None):
             if const_expr(self.by_keys and traits.has_marks):
                 self.shared.cleared.wait(block)
@@ -502,7 +500,7 @@ class RoleSums:
     @cute.jit
     def _clear_marked_rows(self, block: Int32):
         """Clear the marked rows of a block, and tell the other warpgroup, which adds it later."""
-        self._wait(block)
+        self._wait_for_all(block)
         marks = self._marks(self._word(block, 1), self._word(block, 2))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP
         if any_mark(marks, ROWS):
@@ -537,12 +535,11 @@ class RoleSums:
                 sums[r, c] = cutlass.select_(has_sums[r], sums[r, c] * scale, Float32(0.0))
         gmem = rows_of(self.gradient, work, work.offset_k if self.by_keys else work.offset_q)
         own, first_row = mma_warpgroup_idx(), work.block * ROWS
-        place = first_row, work.slot - first_row
         # the other warpgroup, too, has computed all that it needs kept rows for
         self.shared.passing.wait_until_released((last_block + 1) * traits.block_fills - 1)
         for i in cutlass.range_constexpr(traits.block_fills // NUM_MMA_WARPGROUPS):
             part = wgmma.columns(acc, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
-            first_col = (NUM_MMA_WARPGROUPS * i + own) * FILL_COLUMNS
-            send_gradient(traits, part, self.shared.kept[None, None, own], gmem, *place, first_col)
+            place = first_row, work.slot - first_row, (2 * i + own) * FILL_COLUMNS
+            send_gradient(traits, part, self.shared.kept[None, None, own], gmem, *place)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
