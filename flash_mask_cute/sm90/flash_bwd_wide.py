@@ -491,7 +491,7 @@ class RoleSums:
                 part = wgmma.columns(acc, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
                 stage = passing.index(fill + 2 * i)
                 wgmma.issue(mma, part, operand, rows[None, None, None, stage], accumulate)
-        # not before: a product needs the words, but an arrival would not wait for their loads
+        # products have taken the words now, for whose loads an arrival would not wait
         self.shared.words.release(block)
         for i in cutlass.range_constexpr(pairs):
             warpgroup.wait_group(pairs - 1 - i)
