@@ -432,7 +432,8 @@ class RoleSums:
             passing.wait(block * traits.block_fills + i)
             stage = passing.index(block * traits.block_fills + i)
             of_fill = kept[None, None, None, i], rows[None, None, None, stage]
-            wgmma.issue(mma, acc, *of_fill, i > 0, min(steps, max(traits.steps_d - steps * i, 0)))
+            if const_expr(steps * i < traits.steps_d):
+                wgmma.issue(mma, acc, *of_fill, i > 0, min(steps, traits.steps_d - steps * i))
         warpgroup.wait_group(0)
         if const_expr(self.makes_grads):
             exchange.take(block, words)
