@@ -91,7 +91,7 @@ class PeerWords:
 
     @cute.jit
     def release(self, block: Int32) -> None:
-        """Signal to the peer that this warp has read its words for the last time."""
+        """Signal to the peer that this warp has used its words. The arrival waits for no loads."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.channel.vacancy(block), peer())

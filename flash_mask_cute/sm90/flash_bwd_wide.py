@@ -11,9 +11,9 @@ of the rows that it keeps. Two CTAs of a cluster have the same rows and the same
 The first CTA sends P, the second one makes dS of it and sends that back (`cta_pairs.PeerWords`),
 both as operands in registers. A gradient has one owner, which writes it once, so bits are equal in
 every run. The roles of warps are those of `flash_bwd`; mask warps of the second CTA do nothing. Of
-two MMA warpgroups each computes S or dP of every second block, and sums half of the columns of all
-blocks. It computes its next S or dP before it adds a block, so P and dS are on their way while
-tensor cores work. Of the four warpgroups the one that is furthest behind waits for nobody.
+two MMA warpgroups each computes S or dP of every second block, and sums every second fill of all
+blocks, 64 columns. S or dP of the next block comes first, so P and dS are on their way while tensor
+cores work. Of the four warpgroups the one that is furthest behind waits for nobody.
 docs/backward_sm90.md#heads-above-256 has the reasons.
 """
 
@@ -31,6 +31,7 @@ from flash_mask_cute.core import clusters, tma
 from flash_mask_cute.core.channel import Channel
 from flash_mask_cute.core.cta import (
     RING_STAGES,
+    SMEM_CAPACITY,
     THREADS_PER_WARPGROUP,
     WALK_STAGES,
     WARPS_PER_WARPGROUP,
@@ -71,7 +72,11 @@ from flash_mask_cute.sm90.warpgroups import (
 )
 
 ROWS = wgmma.ROWS_PER_WARPGROUP
-# blocks in shared memory, and blocks whose P or dS is on its way
+# columns of a fill of 64 rows, and its bytes; the most blocks that fills in flight belong to
+FILL_COLUMNS = 64
+FILL_BYTES = ROWS * FILL_COLUMNS * 2
+MOST_BLOCKS = 4
+# blocks whose P or dS is on its way
 STAGES = 2
 # of a thread, for P or dS of a block
 WORDS_OF_BLOCK = ROWS // 16 * wgmma.WORDS_PER_STEP
@@ -79,9 +84,8 @@ WORDS_OF_BLOCK = ROWS // 16 * wgmma.WORDS_PER_STEP
 BLOCK_WORDS = 4
 # keys and values of the heads in flight that should stay in the L2 cache
 L2_SHARE = 24 * 1024 * 1024
-# named barriers of each warpgroup (0 is __syncthreads), which has cleared rows of a block
-CLEARED, CLEARED_BY_WARP = 1, 3
-MMA_THREADS = NUM_MMA_WARPGROUPS * THREADS_PER_WARPGROUP
+# named barrier of each warpgroup (0 is __syncthreads)
+CLEARED = 1
 
 
 @dataclass(frozen=True)
@@ -91,24 +95,28 @@ class WideBwdTraits(BwdTraits):
 
     @property
     def tile_d(self) -> int:
-        """A warpgroup sums half of these columns: whole swizzled blocks of 32 or 64."""
-        return -(-self.head_dim // 64) * 64
+        """A warpgroup sums every second fill of these columns."""
+        return -(-self.head_dim // (2 * FILL_COLUMNS)) * 2 * FILL_COLUMNS
 
     tile_dv = tile_d
 
     @property
-    def own_cols(self) -> int:
-        return self.tile_d // NUM_MMA_WARPGROUPS
+    def block_fills(self) -> int:
+        return self.tile_d // FILL_COLUMNS
 
     @property
-    def bytes_rows(self) -> int:
-        return ROWS * self.tile_d * 2
+    def _bytes_without_fills(self) -> int:
+        received = STAGES * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK * 4
+        return self.block_fills * FILL_BYTES + received + self.bytes_bits + SMEM_BOOKKEEPING
+
+    @property
+    def num_fills(self) -> int:
+        """Of blocks that pass, in shared memory."""
+        return (SMEM_CAPACITY - self._bytes_without_fills) // FILL_BYTES
 
     @property
     def smem_bytes(self) -> int:
-        received = STAGES * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK * 4
-        out = NUM_MMA_WARPGROUPS * ROWS * ROWS * 2
-        return (1 + STAGES) * self.bytes_rows + received + out + self.bytes_bits + SMEM_BOOKKEEPING
+        return self._bytes_without_fills + self.num_fills * FILL_BYTES
 
     def infeasible(self) -> str | None:
         fixed = {"head_dim_v": self.head_dim, "tile_m": ROWS, "stages_q": STAGES}
@@ -119,22 +127,22 @@ class WideBwdTraits(BwdTraits):
         is_right = MAX_HEAD_DIM < self.head_dim <= MAX_WIDE_HEAD_DIM
         return None if is_right else f"head_dim is from 264 to 512, got {self.head_dim}"
 
-    def layout_rows(self, stages: int) -> cute.ComposedLayout:
-        """(64, tile_d, stages)."""
-        return wgmma.rows_layout(self.dtype, ROWS, self.tile_d, stages, self.own_cols)
+    def layout_rows(self, fills: int) -> cute.ComposedLayout:
+        return wgmma.rows_layout(self.dtype, ROWS, FILL_COLUMNS, fills)
 
     def boxes(self) -> tuple[tuple[cute.ComposedLayout, int, int], ...]:
         """See `QueryShape`: Q, dO, K and V are alike."""
-        return ((self.layout_rows(STAGES), ROWS, self.tile_d),) * 4
+        return ((self.layout_rows(self.num_fills), ROWS, FILL_COLUMNS),) * 4
 
 
 class Shared(NamedTuple):
-    kept: cute.Tensor  # (64, tile_d, 1)
-    rows: cute.Tensor  # (64, tile_d, STAGES), of blocks that pass
-    out: cute.Tensor  # (64, 64, warpgroups), gradients on their way
-    block_words: cute.Tensor  # (BLOCK_WORDS, STAGES)
+    kept: cute.Tensor  # (64, 64, fills of a block); a gradient leaves through the first ones
+    rows: cute.Tensor  # (64, 64, num_fills), of blocks that pass
+    block_words: cute.Tensor  # (BLOCK_WORDS, MOST_BLOCKS)
     bit_tile: cute.Tensor  # (4 words, 64)
     passing: Channel
+    kept_rows: Channel  # released when nobody needs kept; passing says when it is full
+    cleared: Channel  # of a block, its marked rows; passing says when it is empty
     bits: Channel
     ring: WorkRing
     walk: WalkRing
@@ -153,12 +161,12 @@ class Shared(NamedTuple):
 
         words = partial(allocator.allocate_array, Int32, byte_alignment=16)
         barriers = partial(allocator.allocate_array, Int64)
-        rows = tensor(traits.layout_rows(1)), tensor(traits.layout_rows(STAGES))
-        out = tensor(wgmma.rows_layout(traits.dtype, ROWS, ROWS, NUM_MMA_WARPGROUPS))
+        stages = traits.num_fills
+        rows = tensor(traits.layout_rows(traits.block_fills)), tensor(traits.layout_rows(stages))
         slots = words(STAGES * THREADS_PER_WARPGROUP * WORDS_OF_BLOCK)
         small = [
             cute.make_tensor(words(m * n), cute.make_layout((m, n)))
-            for m, n in ((BLOCK_WORDS, STAGES), (wgmma.COLUMNS.num_words, ROWS))
+            for m, n in ((BLOCK_WORDS, MOST_BLOCKS), (wgmma.COLUMNS.num_words, ROWS))
         ]
         work, walk = (
             Ring.create(words(WORDS * n), barriers(2 * n), n, 1 + num_mask_warps + others)
@@ -166,8 +174,10 @@ class Shared(NamedTuple):
         )
         bit_readers = warps // NUM_MMA_WARPGROUPS
         return Shared(
-            *(*rows, out, *small),
-            Channel.create(barriers(2 * STAGES), STAGES, 1, warps),
+            *(*rows, *small),
+            Channel.create(barriers(2 * stages), stages, 1, warps),
+            Channel.create(barriers(2), 1, 1, warps),
+            Channel.create(barriers(2 * MOST_BLOCKS), MOST_BLOCKS, WARPS_PER_WARPGROUP, 1),
             Channel.create(barriers(2), 1, traits.num_mask_warps, bit_readers),
             WorkRing(work, lengths.work_fields),
             WalkRing(walk, by_keys, False, fields=lengths.chunk_fields),
@@ -285,15 +295,15 @@ class RoleLoads:
         """Load the rows of every work tile, and the blocks of its walk."""
         tile, chunk, number = Int32(0), Int32(0), Int32(0)
         while self.shared.ring.wait(tile):
-            step = partial(self._load_block, self.shared.ring.read(tile), number)
+            step = partial(self._load_block, self.shared.ring.read(tile), tile, number)
             chunk, number = self.shared.walk.visit(chunk, number, step)
             self.shared.ring.release(tile)
             tile += 1
 
     @cute.jit
-    def _load_block(self, work: Work, first: Int32, number: Int32, block: Block) -> Int32:
+    def _load_block(self, work: Work, tile: Int32, first: Int32, number: Int32, block: Block):
         """Load a block; first: the one with which the rows that are kept come."""
-        shared, channel = self.shared, self.shared.passing
+        shared, channel, fills = self.shared, self.shared.passing, self.traits.block_fills
         of_block, query = self.lengths.of_block(work, block), (work.head_idx, work.block)
         if const_expr(self.by_keys):
             query = block.head_idx, block.index
@@ -306,17 +316,21 @@ class RoleLoads:
         first_block = RowBlocks(self.lengths, ROWS).first_of(of_block.batch_idx, of_block.offset_q)
         flags = block.follower | (block.kind << OWN_KIND_SHIFT)
         words = flags, query[0], first_block + query[1]
-        channel.acquire(number)
-        stage, barrier = channel.index(number), channel.barrier(number)
+        fill = number * fills
+        channel.acquire(fill)
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(len(words)):
-                shared.block_words[i, stage] = Int32(words[i])
-        num_bytes = self.traits.bytes_rows
-        channel.expect(number, cutlass.select_(number == first, Int32(2 * num_bytes), num_bytes))
-        self._copy(self.passing, passing, shared.rows, stage, barrier)
+                shared.block_words[i, number % MOST_BLOCKS] = Int32(words[i])
+        num_bytes = cutlass.select_(number == first, Int32(2 * FILL_BYTES), FILL_BYTES)
+        for i in cutlass.range(fills, unroll=1):
+            channel.acquire(fill + i)
+            channel.expect(fill + i, num_bytes)
+            place = channel.index(fill + i), channel.barrier(fill + i)
+            self._copy(self.passing, passing, i, shared.rows, *place)
         if number == first:
-            channel.wait_until_released(number - 1)
-            self._copy(self.kept, kept, shared.kept, Int32(0), barrier)
+            shared.kept_rows.acquire(tile)
+            for i in cutlass.range(fills, unroll=1):
+                self._copy(self.kept, kept, i, shared.kept, i, channel.barrier(fill + i))
         return number + 1
 
     def _rows(
@@ -332,10 +346,12 @@ class RoleLoads:
         return rows, (head, row)
 
     def _copy(
-        self, operand: Operand, rows: tuple[cute.Tensor, tuple[Int32, Int32]], smem: cute.Tensor,
-        stage: Int32, barrier: cute.Pointer,
+        self, operand: Operand, rows: tuple[cute.Tensor, tuple[Int32, Int32]], i: Int32,
+        smem: cute.Tensor, stage: Int32, barrier: cute.Pointer,
     ) -> None:  # fmt: skip
-        src, dst = tma.tile_of(operand[0], *rows, ((1, ROWS), self.traits.tile_d), smem)
+        """Load fill i of a block. One past the end has any columns, which are not stored."""
+        column = cutlass.min(i, (self.traits.head_dim - 1) // FILL_COLUMNS) * FILL_COLUMNS
+        src, dst = tma.tile_of(operand[0], *rows, ((1, ROWS), FILL_COLUMNS), smem, column)
         cute.copy(operand[0], src, dst[None, stage], tma_bar_ptr=barrier)
 
 
@@ -357,11 +373,12 @@ class RoleSums:
     def run(self):
         """P or dS of every second block, and half of the columns of the CTA's gradient."""
         ring, passing = self.shared.ring, self.shared.passing
-        acc = wgmma.make_accumulator(self.traits.own_cols)
+        acc = wgmma.make_accumulator(self.traits.tile_d // NUM_MMA_WARPGROUPS)
         # numbers of the work tile, the block and the partial block, counted from 0
         tile, block, cut = Int32(0), Int32(0), Int32(0)
         while ring.wait(tile):
-            passing.wait(block)
+            # all rows that are kept have come with it
+            self._wait_for_all(block)
             flags = self._word(block, 0)
             kind, following = (flags >> OWN_KIND_SHIFT) & KIND_MASK, flags & KIND_MASK
             if self._is_turn(block):
@@ -371,23 +388,28 @@ class RoleSums:
             while following != Kind.END:
                 # the next block first, so that its P and dS are on their way
                 if self._is_turn(block + 1):
-                    passing.wait(block + 1)
+                    passing.wait((block + 1) * self.traits.block_fills)
                     self._compute(block + 1, following, cut)
                 cut += Int32(following == Kind.PARTIAL)
                 self._add(acc, block, accumulate)
                 accumulate = Boolean(True)
                 block += 1
-                passing.wait(block)
+                passing.wait(block * self.traits.block_fills)
                 following = self._word(block, 0) & KIND_MASK
             self._add(acc, block, accumulate)
             block += 1
             if const_expr(self.gradient is not None):
-                self._store(acc, ring.read(tile))
+                self._store(acc, ring.read(tile), block - 1)
+            self.shared.kept_rows.release(tile)
             ring.release(tile)
             tile += 1
 
     def _word(self, block: Int32, i: int) -> Int32:
-        return self.shared.block_words[i, self.shared.passing.index(block)]
+        return self.shared.block_words[i, block % MOST_BLOCKS]
+
+    def _wait_for_all(self, block: Int32) -> None:
+        for i in range(self.traits.block_fills):
+            self.shared.passing.wait(block * self.traits.block_fills + i)
 
     def _is_turn(self, block: Int32) -> Boolean:
         """Whether this warpgroup computes P or dS of a block."""
@@ -395,8 +417,8 @@ class RoleSums:
 
     @cute.jit
     def _compute(self, block: Int32, kind: Int32, cut: Int32):
-        """Make P or dS of a block that has arrived, and send it. No products are in flight before
-        or afterwards. cut: the number of the bits of a partial block."""
+        """Make P or dS of a block that arrives, and send it. No products are in flight before or
+        afterwards. cut: the number of the bits of a partial block."""
         traits, shared, exchange = self.traits, self.shared, self.shared.words
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP == 0:
             exchange.expect(block)
@@ -404,10 +426,14 @@ class RoleSums:
             self._clear_marked_rows(block)
         numbers, acc = self._numbers(block), wgmma.make_accumulator(ROWS)
         words = cute.make_rmem_tensor(WORDS_OF_BLOCK, Int32)
-        mma, stage = traits.mma_scores(), shared.passing.index(block)
-        kept = wgmma.operand_a(mma, shared.kept)[None, None, None, 0]
-        rows = wgmma.operand_b(mma, shared.rows)[None, None, None, stage]
-        wgmma.issue(mma, acc, kept, rows, False, traits.steps_d)
+        mma, passing, steps = traits.mma_scores(), shared.passing, FILL_COLUMNS // 16
+        kept, rows = wgmma.operand_a(mma, shared.kept), wgmma.operand_b(mma, shared.rows)
+        for i in cutlass.range_constexpr(traits.block_fills):
+            passing.wait(block * traits.block_fills + i)
+            stage = passing.index(block * traits.block_fills + i)
+            of_fill = kept[None, None, None, i], rows[None, None, None, stage]
+            if const_expr(steps * i < traits.steps_d):
+                wgmma.issue(mma, acc, *of_fill, i > 0, min(steps, traits.steps_d - steps * i))
         warpgroup.wait_group(0)
         if const_expr(self.makes_grads):
             exchange.take(block, words)
@@ -448,45 +474,52 @@ class RoleSums:
 
     @cute.jit
     def _add(self, acc: cute.Tensor, block: Int32, accumulate: Boolean):
-        traits, shared, cols = self.traits, self.shared, self.traits.own_cols
+        traits, passing, own = self.traits, self.shared.passing, mma_warpgroup_idx()
         words = cute.make_rmem_tensor(WORDS_OF_BLOCK, Int32)
-        shared.words.take(block, words)
-        shared.words.release(block)
-        shared.passing.wait(block)
+        self.shared.words.take(block, words)
+        if not self._is_turn(block):
+            self._wait_for_all(block)
+        fill, pairs = block * traits.block_fills + own, traits.block_fills // NUM_MMA_WARPGROUPS
+        for i in cutlass.range_constexpr(pairs):
+            passing.release(fill + 2 * i + 1 - 2 * own)
         if const_expr(self.gradient is not None):
-            if const_expr(self.by_keys and traits.has_marks):  # noqa: SIM102 (while tracing)
-                if not self._is_turn(block):
-                    # the other warpgroup has cleared rows of it
-                    other = CLEARED + 1 - mma_warpgroup_idx()
-                    cute.arch.barrier(barrier_id=other, number_of_threads=MMA_THREADS)
-            columns = wgmma.columns_as_rows(shared.rows, mma_warpgroup_idx() * cols, cols)
-            mma, stage = traits.mma_words(cols), shared.passing.index(block)
-            rows = wgmma.operand_b(mma, columns)[None, None, None, stage]
+            if const_expr(self.by_keys and traits.has_marks):
+                self.shared.cleared.wait(block)
+            mma = traits.mma_words(FILL_COLUMNS)
             operand = wgmma.words_as_operand_a(words, traits.dtype)
-            wgmma.issue(mma, acc, operand, rows, accumulate)
-            warpgroup.wait_group(0)
-        shared.passing.release(block)
+            rows = wgmma.operand_b(mma, wgmma.columns_as_rows(self.shared.rows, 0, FILL_COLUMNS))
+            for i in cutlass.range_constexpr(pairs):
+                part = wgmma.columns(acc, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
+                stage = passing.index(fill + 2 * i)
+                wgmma.issue(mma, part, operand, rows[None, None, None, stage], accumulate)
+        # products have taken the words now, for whose loads an arrival would not wait
+        self.shared.words.release(block)
+        for i in cutlass.range_constexpr(pairs):
+            warpgroup.wait_group(pairs - 1 - i)
+            passing.release(fill + 2 * i)
 
     @cute.jit
     def _clear_marked_rows(self, block: Int32):
         """Clear the marked rows of a block, and tell the other warpgroup, which adds it later."""
+        self._wait_for_all(block)
         marks = self._marks(self._word(block, 1), self._word(block, 2))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS_PER_WARPGROUP
         if any_mark(marks, ROWS):
             for i in cutlass.range(ROWS // WARPS_PER_WARPGROUP, unroll=1):
                 row = i * WARPS_PER_WARPGROUP + warp
                 if is_marked(marks, row):
-                    clear_row(self.shared.rows[row, None, self.shared.passing.index(block)])
+                    for j in cutlass.range_constexpr(self.traits.block_fills):
+                        stage = self.shared.passing.index(block * self.traits.block_fills + j)
+                        clear_row(self.shared.rows[row, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")
-        sync_warpgroup(CLEARED_BY_WARP)
-        own = CLEARED + mma_warpgroup_idx()
-        cute.arch.barrier_arrive(barrier_id=own, number_of_threads=MMA_THREADS)
+        sync_warpgroup(CLEARED)
+        self.shared.cleared.publish(block)
 
     def _marks(self, head_idx: Int32, row_block: Int32) -> cute.Tensor:
         return marks_of(self.stats[head_idx, row_block, None], ROWS, self.traits.num_stats)
 
     @cute.jit
-    def _store(self, acc: cute.Tensor, work: Work):
+    def _store(self, acc: cute.Tensor, work: Work, last_block: Int32):
         traits, thread = self.traits, thread_in_warpgroup()
         scale = Float32(1.0) if const_expr(self.makes_grads) else self.softmax_scale
         # without scores, what was loaded is another sequence's, perhaps not even finite
@@ -503,5 +536,11 @@ class RoleSums:
                 sums[r, c] = cutlass.select_(has_sums[r], sums[r, c] * scale, Float32(0.0))
         gmem = rows_of(self.gradient, work, work.offset_k if self.by_keys else work.offset_q)
         own, first_row = mma_warpgroup_idx(), work.block * ROWS
-        place = first_row, work.slot - first_row, own * traits.own_cols
-        send_gradient(traits, acc, self.shared.out[None, None, own], gmem, *place)
+        # the other warpgroup, too, has computed all that it needs kept rows for
+        self.shared.passing.wait_until_released((last_block + 1) * traits.block_fills - 1)
+        for i in cutlass.range_constexpr(traits.block_fills // NUM_MMA_WARPGROUPS):
+            part = wgmma.columns(acc, i * FILL_COLUMNS, (i + 1) * FILL_COLUMNS)
+            place = first_row, work.slot - first_row, (2 * i + own) * FILL_COLUMNS
+            send_gradient(traits, part, self.shared.kept[None, None, own], gmem, *place)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()

@@ -31,6 +31,8 @@ TRAINED_WIDE_CASES = (
     *(case for case in WIDE_CASES if case.score_mod is None and not case.softcap),
     Case("lists-d384", 1, 200, 300, 2, 1, 384, mask_mod="eviction", blocks=(192, 96)),
     Case("scale-negative", 1, 65, 70, head_dim=264, softmax_scale=-0.1),
+    # more blocks than are in shared memory
+    Case("long-384", 1, 256, 64, 4, 1, head_dim=384),
     Case("fused", 2, 70, 70, 2, 2, 512, strided="fused_qkv", dtype=FP16, causal=True),
     Case("columns-by-head", 1, 130, 130, 4, 2, 512, column="stepped2", column_heads="q"),
 )
