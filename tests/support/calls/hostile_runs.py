@@ -147,11 +147,7 @@ class Right(NamedTuple):
 
 def right(call: HostileCall) -> Right:
     """What the call should give of the pairs that it says are visible."""
-    sides = (f"{name}_{side}" for name in ("cu_seqlens", "seqused") for side in "qk")
-    names = "softcap", "learnable_sink", *sides
-    keywords: dict[str, Any] = {name: call.keywords.get(name) for name in names}
-    keywords["softmax_scale"] = call.softmax_scale()
-    tensors = call.q, call.k, call.v, call
+    keywords, tensors = call.plain_keywords(), (call.q, call.k, call.v, call.dense)
     out, lse = reference_attention(*tensors, **keywords)
     rows = torch.zeros(out.shape[:-1], dtype=torch.bool, device=out.device)
     for _, (used,), _ in each_sequence(*tensors, (rows,), **keywords):
