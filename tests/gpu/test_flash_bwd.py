@@ -25,7 +25,7 @@ from eager import assert_gradients_close
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_inputs, make_output_gradients
 from public_call import check as check_forward
-from public_call import forward
+from public_call import forward, no_waiting
 from random_cases import random_case, random_mask_case
 from torch import Tensor
 
@@ -322,11 +322,8 @@ def test_no_call_waits_for_the_device(case: Case) -> None:
     results = forward(inputs)
     dout, dlse = make_output_gradients(inputs)
     backward(inputs, results, dout, dlse)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         gradients = backward(inputs, results, dout, dlse)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_gradients_close(gradients, inputs, dout, dlse)
 
 

@@ -11,6 +11,7 @@ import torch
 from cases import BF16, FP32, FP64, Case
 from eager import assert_close_to_oracle, assert_gradients_close
 from inputs import Inputs, make_inputs, make_output_gradients
+from public_call import no_waiting
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -227,12 +228,8 @@ def test_a_warm_step_waits_for_nothing(case: Case) -> None:
         (out.float().sum() + lse.clamp(min=-100.0).sum()).backward()
 
     step()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def test_operators_read_lists_that_were_rewritten_unseen() -> None:

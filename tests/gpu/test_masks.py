@@ -14,7 +14,7 @@ from cases import BF16, DOCUMENT_CASES, MASK_BITS_CASES, MASK_BITS_VARLEN_CASES,
 from eager import assert_close_to_oracle
 from inputs import Inputs, make_inputs
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
-from public_call import check, check_replay, forward
+from public_call import check, check_replay, forward, no_waiting
 from torch import Tensor
 
 import flash_mask_cute
@@ -221,11 +221,8 @@ def test_any_strides_of_what_masks_read() -> None:
 def test_no_call_waits_for_the_device(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported(), "cuda")
     forward(inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         out, lse = forward(inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_close_to_oracle(out, lse, inputs)
 
 
