@@ -39,7 +39,7 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def captured(
+def capture(
     step: Callable[[], T], beside: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, T]:
     """A graph of a step, and what it gives; after a first one, which compiles, on the current

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import cutlass
 import pytest
 import torch
+from public_call import capture
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -158,10 +159,7 @@ def test_cuts_are_in_the_bits_and_a_graph_has_them() -> None:
     def step() -> Any:
         return flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, **rows.options)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    graph, result = capture(step)
     for end in (*ROWS, *range(77, SEQLEN, 103)):
         q.copy_(rows.q[:, end - 1 : end])
         lengths.fill_(end)

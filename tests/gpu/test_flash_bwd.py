@@ -237,10 +237,7 @@ def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
     captured = make_inputs(case, "cuda")
     dout, dlse = make_output_gradients(captured)
     results = tuple(x.clone() for x in forward(captured))
-    backward(captured, results, dout, dlse)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gradients = backward(captured, results, dout, dlse)
+    graph, gradients = capture(lambda: backward(captured, results, dout, dlse))
     for seed in (2, 3):
         fresh = make_inputs(case, "cuda", seed)
         new_dout, new_dlse = make_output_gradients(fresh, seed)

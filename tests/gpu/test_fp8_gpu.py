@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_caches import Fp8Call, Fp8Case, assert_same_bits, make_call
-from public_call import no_waiting
+from public_call import capture, no_waiting
 from torch import Tensor
 
 from flash_mask_cute import compile_count, explain, flash_attn_with_kvcache
@@ -105,11 +105,7 @@ def test_one_graph_for_every_length_and_scale() -> None:
         assert isinstance(out, Tensor)
         return out
 
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
+    graph, out = capture(attend)
     for step in range(200):
         used.copy_(torch.tensor([1 + 19 * step, 4000 - step]))
         for x in descales.values():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from drawn_selections import Drawn, dense_attention, draw, regroup
 from drawn_share import Draws
-from public_call import no_waiting
+from public_call import capture, no_waiting
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -236,11 +236,7 @@ def test_a_graph_reads_the_choice_anew() -> None:
     def run() -> Tensor:
         return flash_attn_func(q, k, v, causal=True, block_sparse_tensors=chosen)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = capture(run)
     for seed in range(3):
         torch.manual_seed(seed)
         selection.copy_(torch.randint(-1, 9, selection.shape, device="cuda"))
@@ -318,11 +314,7 @@ def test_a_decoding_graph_reads_lengths_and_choices_anew(queries: int) -> None:
     def exact(x: Tensor) -> Tensor:
         return x.cpu().double() if x.is_floating_point() else x.cpu()
 
-    step(pool)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(pool)
+    graph, out = capture(lambda: step(pool))
     for seed in range(4):
         torch.manual_seed(seed)
         lengths.copy_(torch.randint(0, 380, (2,)))

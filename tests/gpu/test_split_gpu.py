@@ -8,7 +8,7 @@ from cases import Case
 from eager import assert_close_to_oracle
 from inputs import make_inputs
 from oracle import reference_attention
-from public_call import no_waiting
+from public_call import capture, no_waiting
 from score_tables import TABLES, make_tabled
 from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase, take_chunks
 
@@ -59,11 +59,7 @@ def test_one_graph_for_every_length(num_splits: int) -> None:
         call = inputs.keywords | {"num_splits": num_splits}
         return _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **call)[0]
 
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
+    graph, out = capture(attend)
     for step in range(200):
         lengths = [step * 20 + 1, 4000 - step * 20, step * 7]
         used.copy_(torch.tensor(lengths, dtype=torch.int32))
