@@ -12,7 +12,6 @@ from cases import BF16, FP64, Case
 from eager import assert_close_to_oracle, assert_gradients_close
 from functional_calls import (
     FEATURES,
-    LENGTHS,
     NEG_INF,
     OPERATORS,
     RTOL,
@@ -27,7 +26,7 @@ from functional_calls import (
 )
 from inputs import make_inputs, make_output_gradients
 from launch_recorder import Recorder
-from planned import arguments_of
+from planned import LENGTHS, arguments_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import (

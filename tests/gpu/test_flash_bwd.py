@@ -24,8 +24,8 @@ from cases import (
 from eager import assert_gradients_close
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_inputs, make_output_gradients
+from public_call import capture, forward, no_waiting
 from public_call import check as check_forward
-from public_call import forward, no_waiting
 from random_cases import random_case, random_mask_case
 from torch import Tensor
 

@@ -123,10 +123,7 @@ def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | Non
     keywords = inputs.bwd_keywords
     sink = keywords["learnable_sink"]
     dsink = None if sink is None else torch.empty_like(sink)
-    daux = [
-        torch.empty_like(x) if i in given.wants_aux else None
-        for i, x in enumerate(given.aux_tensors)
-    ]
+    daux = given.new_daux()
     more = {"lse_low": lse_low, "dlse": dlse, "dsink": dsink, "daux": daux}
     if not given.wants_aux:
         more.pop("daux")
