@@ -144,22 +144,16 @@ def test_documents_are_not_packed() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"causal": torch.ones(2, dtype=torch.int64)},
-        TypeError,
-        "causal must have dtype int32.*int64",
-    ),
+    ({"causal": torch.ones(2, dtype=torch.int64)}, TypeError,
+     "causal must have dtype int32.*int64"),
     ({"causal": torch.ones(2, dtype=torch.bool)}, TypeError, "causal must have dtype int32.*bool"),
     ({"causal": int32(1, 1, 1)}, ValueError, r"causal must have shape .*\(2,\), got \(3,\)"),
     ({"causal": int32(1, 1)[None]}, ValueError, "causal"),
     ({"causal": torch.ones(2, dtype=INT, device="meta")}, ValueError, "causal.*meta"),
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
-    (
-        {"causal": int32(1, 0), "window_size": (-3, 5)},
-        NotImplementedError,
-        "window_size_left.*causal as a tensor, got -3",
-    ),
-]
+    ({"causal": int32(1, 0), "window_size": (-3, 5)}, NotImplementedError,
+     "window_size_left.*causal as a tensor, got -3"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "error", "text"), REFUSED)

@@ -30,17 +30,9 @@ UNUSED = (
     *UNUSED_CASES,
     *WIDE_UNUSED_CASES,
     # one row more and one row fewer than tiles and boxes have, in a batch of many
-    Case(
-        "dense-many",
-        5,
-        257,
-        385,
-        4,
-        2,
-        seqused_q=(1, 64, 129, 256, 0),
-        seqused_k=(1, 0, 128, 129, 385),
-    ),
-)
+    Case("dense-many", 5, 257, 385, 4, 2, seqused_q=(1, 64, 129, 256, 0),
+         seqused_k=(1, 0, 128, 129, 385)),
+)  # fmt: skip
 
 
 def check(inputs: Inputs, hostile: Hostile, **more: bool) -> None:

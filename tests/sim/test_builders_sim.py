@@ -86,43 +86,29 @@ class Named(NamedTuple):
 MASKS = {
     "full": Named(lambda: builders.full(SEQLEN), lambda q, k: True),
     "causal": Named(lambda: builders.causal(SEQLEN), lambda q, k: k <= q),
-    "sliding_window": Named(
-        lambda: builders.sliding_window(SEQLEN, 70), lambda q, k: q - 70 <= k <= q
-    ),
-    "sink_window": Named(
-        lambda: builders.sink_window(SEQLEN, 4, 50), lambda q, k: k <= q and (k < 4 or q - k <= 50)
-    ),
-    "global_sliding_window": Named(
-        lambda: builders.global_sliding_window(SEQLEN, 9, 40),
-        lambda q, k: abs(q - k) <= 40 or q < 9 or k < 9,
-    ),
-    "causal_document": Named(
-        lambda: builders.causal_document(LENGTHS), lambda q, k: k <= q and in_same_document(q, k)
-    ),
+    "sliding_window": Named(lambda: builders.sliding_window(SEQLEN, 70),
+                            lambda q, k: q - 70 <= k <= q),
+    "sink_window": Named(lambda: builders.sink_window(SEQLEN, 4, 50),
+                         lambda q, k: k <= q and (k < 4 or q - k <= 50)),
+    "global_sliding_window": Named(lambda: builders.global_sliding_window(SEQLEN, 9, 40),
+                                   lambda q, k: abs(q - k) <= 40 or q < 9 or k < 9),
+    "causal_document": Named(lambda: builders.causal_document(LENGTHS),
+                             lambda q, k: k <= q and in_same_document(q, k)),
     "document": Named(lambda: builders.document(LENGTHS), in_same_document),
     "share_question": Named(
         lambda: builders.share_question(PARTS),
         lambda q, k: k <= q and QUESTION[q] == QUESTION[k] and PART[k] in (0, PART[q]),
     ),
-    "causal_blockwise": Named(
-        lambda: builders.causal_blockwise(LENGTHS),
-        lambda q, k: k <= q and (in_same_document(q, k) or q >= START[-2]),
-    ),
-    "prefix_lm_causal": Named(
-        lambda: builders.prefix_lm_causal(SEQLEN, 100), lambda q, k: k <= q or k < 100
-    ),
-    "prefix_lm_document": Named(
-        lambda: builders.prefix_lm_document(LENGTHS, PREFIXES),
-        lambda q, k: in_same_document(q, k) and (k <= q or in_prefix(k)),
-    ),
-    "qk_sparse": Named(
-        lambda: builders.qk_sparse(SEQLEN, DROPPED),
-        lambda q, k: k <= q and not in_same_dropped_range(q, k),
-    ),
-    "prefix_tree": Named(
-        lambda: builders.prefix_tree(PARENTS, LENGTHS),
-        lambda q, k: k <= q and DOCUMENT[k] in SEEN[DOCUMENT[q]],
-    ),
+    "causal_blockwise": Named(lambda: builders.causal_blockwise(LENGTHS),
+                              lambda q, k: k <= q and (in_same_document(q, k) or q >= START[-2])),
+    "prefix_lm_causal": Named(lambda: builders.prefix_lm_causal(SEQLEN, 100),
+                              lambda q, k: k <= q or k < 100),
+    "prefix_lm_document": Named(lambda: builders.prefix_lm_document(LENGTHS, PREFIXES),
+                                lambda q, k: in_same_document(q, k) and (k <= q or in_prefix(k))),
+    "qk_sparse": Named(lambda: builders.qk_sparse(SEQLEN, DROPPED),
+                       lambda q, k: k <= q and not in_same_dropped_range(q, k)),
+    "prefix_tree": Named(lambda: builders.prefix_tree(PARENTS, LENGTHS),
+                         lambda q, k: k <= q and DOCUMENT[k] in SEEN[DOCUMENT[q]]),
     "from_tin_tout": Named(
         lambda: builders.from_tin_tout(
             torch.tensor([k + 50 - k % 50 for k in range(200)] + [SEQLEN] * 30)
@@ -139,10 +125,9 @@ MASKS = {
     ),
     "block_diffusion": Named(lambda: builders.block_diffusion(SEQLEN // 2, DIFFUSED), in_diffusion),
     "key_padding": Named(lambda: builders.key_padding(padding()), lambda q, k: REAL[k]),
-    "key_padding, causal": Named(
-        lambda: builders.key_padding(padding(), causal=True), lambda q, k: k <= q and REAL[k]
-    ),
-}
+    "key_padding, causal": Named(lambda: builders.key_padding(padding(), causal=True),
+                                 lambda q, k: k <= q and REAL[k]),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,37 +103,19 @@ def _eviction_steps(extents: Extents, generator: torch.Generator) -> Tensor:
 
 
 MASK_MODS = {
-    "causal_offset": MaskRecipe(
-        _causal_with_offset, lambda b, h, q, k, aux: k <= q + CAUSAL_OFFSET
-    ),
-    "documents": MaskRecipe(
-        _documents,
-        lambda b, h, q, k, aux: aux[0][b][q] == aux[0][b][k],
-        _document_ids,
-        per_batch=True,
-    ),
-    "prefix_lm": MaskRecipe(
-        _prefix_lm,
-        lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]),
-        _prefixes,
-        per_batch=True,
-    ),
-    "eviction": MaskRecipe(
-        _eviction,
-        lambda b, h, q, k, aux: q < aux[0][b, h][k],
-        _eviction_steps,
-        per_batch=True,
-        per_head=True,
-    ),
-    "checks": MaskRecipe(
-        lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
-        lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
-    ),
-    "blinding": MaskRecipe(
-        lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
-        lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
-    ),
-}
+    "causal_offset": MaskRecipe(_causal_with_offset,
+                                lambda b, h, q, k, aux: k <= q + CAUSAL_OFFSET),
+    "documents": MaskRecipe(_documents, lambda b, h, q, k, aux: aux[0][b][q] == aux[0][b][k],
+                            _document_ids, per_batch=True),
+    "prefix_lm": MaskRecipe(_prefix_lm, lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]),
+                            _prefixes, per_batch=True),
+    "eviction": MaskRecipe(_eviction, lambda b, h, q, k, aux: q < aux[0][b, h][k], _eviction_steps,
+                           per_batch=True, per_head=True),
+    "checks": MaskRecipe(lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
+                         lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0),
+    "blinding": MaskRecipe(lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
+                           lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100)),
+}  # fmt: skip
 
 
 # -- score_mods ---------------------------------------------------------------------------------
