@@ -48,34 +48,19 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
         (Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True), 4, {}),
         (Case("gqa4-d64-dv72", 2, 65, 140, 8, 2, head_dim=64, head_dim_v=72), 2, {}),
         (Case("gqa6-d64", 1, 130, 140, 6, 1, head_dim=64), 3, {"deterministic": True}),
-        (
-            Case("gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 0, 99), lengths_k=(0, 9, 270)),
-            2,
-            {"deterministic": True},
-        ),
+        (Case("gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 0, 99), lengths_k=(0, 9, 270)), 2,
+         {"deterministic": True}),
         (Case("gqa2-seqused", 2, 65, 140, 2, 1, seqused_q=(65, 0), seqused_k=(9, 140)), 2, {}),
         (Case("gqa2-mask-bits", 1, 65, 140, 4, 2, mask_mod="checks"), 2, {"launches": 5}),
-        (
-            Case(
-                "gqa4-bias", 1, 65, 140, 4, 1, head_dim=96, score_mod="head_bias", column="stepped2"
-            ),
-            2,
-            {},
-        ),
+        (Case("gqa4-bias", 1, 65, 140, 4, 1, head_dim=96, score_mod="head_bias", column="stepped2"),
+         2, {}),
         # columns shared by warpgroups, and pairs of CTAs
         (Case("gqa2-d160", 1, 65, 140, 2, 1, head_dim=160, causal=True), 2, {}),
         (Case("gqa4-d256", 1, 65, 300, 4, 1, head_dim=256, causal=True), 4, {}),
         (Case("gqa2-d256", 1, 65, 140, 2, 1, head_dim=256), 2, {"deterministic": True}),
         (
-            Case(
-                "gqa4-d192-dv128-varlen",
-                *(0, 0, 0, 4, 2),
-                head_dim=192,
-                head_dim_v=128,
-                causal=True,
-                lengths_q=(65, 0, 99),
-                lengths_k=(0, 9, 270),
-            ),
+            Case("gqa4-d192-dv128-varlen", *(0, 0, 0, 4, 2), head_dim=192, head_dim_v=128,
+                 causal=True, lengths_q=(65, 0, 99), lengths_k=(0, 9, 270)),
             2,
             {},
         ),
@@ -86,7 +71,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
         (Case("d192-dv128", 1, 65, 140, 4, 1, head_dim=192, head_dim_v=128, window_left=30), 4, {}),
     ],
     ids=lambda x: x.id if isinstance(x, Case) else None,
-)
+)  # fmt: skip
 def test_split_groups(simulator: ModuleType, case: Case, splits: int, more: dict[str, Any]) -> None:
     """Several CTAs with the same keys; a kernel more, which adds dK and dV."""
     config = {"group_splits": splits}

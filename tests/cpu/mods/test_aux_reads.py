@@ -62,17 +62,13 @@ def by_words(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         (lambda b, h, q, k, aux: aux[0][q[0]] == aux[0][k[0]], lambda x, q, k: x[q] == x[k]),
         (by_condition, lambda x, q, k: torch.where(x[k], k <= q, k == 0)),
         (by_words, lambda x, q, k: x[k] & ~x[q]),
-        (
-            lambda b, h, q, k, aux: cute.where((k >= 0) & aux[0][k[0]], k <= q, k > q),
-            lambda x, q, k: torch.where(x[k], k <= q, k > q),
-        ),
-        (
-            lambda b, h, q, k, aux: cutlass.select_(aux[0][k[0]], k[0] <= q[0], k[0] > q[0]),
-            lambda x, q, k: torch.where(x[k], k <= q, k > q),
-        ),
+        (lambda b, h, q, k, aux: cute.where((k >= 0) & aux[0][k[0]], k <= q, k > q),
+         lambda x, q, k: torch.where(x[k], k <= q, k > q)),
+        (lambda b, h, q, k, aux: cutlass.select_(aux[0][k[0]], k[0] <= q[0], k[0] > q[0]),
+         lambda x, q, k: torch.where(x[k], k <= q, k > q)),
     ],
     ids=["itself", "not-and", "or", "xor", "equal", "condition", "words", "where", "select"],
-)
+)  # fmt: skip
 def test_bool(mod: Callable[..., Any], expected: Callable[..., Tensor]) -> None:
     x = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0], [1, 0], [1, 1]], dtype=torch.bool)
     q, k = (i.long() for i in INDICES)

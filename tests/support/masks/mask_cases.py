@@ -174,9 +174,8 @@ def _head_biases(extents: Extents, generator: torch.Generator) -> Tensor:
 
 
 SCORE_MODS = {
-    "alibi": ScoreRecipe(
-        _alibi, lambda score, b, h, q, k, aux: score - 2.0 ** -(h + 1) * (q - k).abs()
-    ),
+    "alibi": ScoreRecipe(_alibi,
+                         lambda score, b, h, q, k, aux: score - 2.0 ** -(h + 1) * (q - k).abs()),
     "t5": ScoreRecipe(
         _t5,
         lambda score, b, h, q, k, aux: (
@@ -184,21 +183,17 @@ SCORE_MODS = {
         ),
         _t5_table,
     ),
-    "head_bias": ScoreRecipe(
-        _head_bias,
-        lambda score, b, h, q, k, aux: score + aux[-1][h].to(score.dtype),
-        _head_biases,
-    ),
-    "scale": ScoreRecipe(
-        lambda score, b, h, q, k, aux: score * 1.1,
-        lambda score, b, h, q, k, aux: score * 1.1,
-    ),
+    "head_bias": ScoreRecipe(_head_bias,
+                             lambda score, b, h, q, k, aux: score + aux[-1][h].to(score.dtype),
+                             _head_biases),
+    "scale": ScoreRecipe(lambda score, b, h, q, k, aux: score * 1.1,
+                         lambda score, b, h, q, k, aux: score * 1.1),
     "blinding": ScoreRecipe(
         _blinding_bias,
         lambda score, b, h, q, k, aux: score + aux[-1][q.flatten()][:, None].to(score.dtype),
         _row_biases,
     ),
-}
+}  # fmt: skip
 # in no table: what a test of functions, and of factors that the softmax takes over, adds
 CAP = ScoreRecipe(
     _cap,
