@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -74,6 +75,15 @@ def run_call(call: HostileCall, by: Bound) -> Outcome:
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         return Outcome("wrong", f"{call.describe()}: {said}")
     return Outcome("right", "")
+
+
+def assert_none_is_wrong(calls: Iterable[HostileCall], by: Bound) -> None:
+    """Of many, at least half are right, and not refused."""
+    outcomes = [run_call(call, by) for call in calls]
+    wrong = [outcome.text for outcome in outcomes if outcome.kind == "wrong"]
+    assert not wrong, f"{len(wrong)} of {len(outcomes)}:\n" + "\n".join(wrong[:8])
+    others = [outcome.text for outcome in outcomes if outcome.kind != "right"]
+    assert len(outcomes) < 20 or len(others) <= (len(outcomes) + 1) // 2, others
 
 
 def _refusal(call: HostileCall, error: Exception) -> Outcome:

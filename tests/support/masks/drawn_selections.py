@@ -179,3 +179,10 @@ def dense_attention(drawn: Drawn) -> tuple[Tensor, Tensor]:
     if drawn.is_packed:
         return torch.cat(outs), torch.cat(lses, 1)
     return torch.stack(outs), torch.stack(lses)
+
+
+def assert_close(got: Tensor, wanted: Tensor, eager: Tensor, name: str) -> None:
+    """At most twice the error of torch in the same dtype, in units of the largest value."""
+    unit = wanted.abs().amax().item() * 2.0**-8
+    worst, of_eager = ((x.double() - wanted).abs().amax().item() for x in (got, eager))
+    assert worst <= 2 * of_eager + unit, f"{name}: {worst}, of eager {of_eager}"
