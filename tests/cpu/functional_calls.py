@@ -116,10 +116,6 @@ def qkv(
     return tuple(x.to(dtype).requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
 
 
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 def rows_below(limit: int, keys: int) -> Tensor:
     """Causal column intervals: each key hides the queries from `limit` on."""
     return torch.full((1, 1, keys, 1), limit, dtype=torch.int32)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bwd_calls import NAN, bwd_keywords, square_scores, square_scores_bwd
-from cases import BF16, FP32, Case
+from cases import BF16, FP32, Case, int32
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 from on_cuda import OnCuda
@@ -40,10 +40,6 @@ from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime import plain_tensors
 from flash_mask_cute.runtime.target import Target
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import int32
 from causal_sequences import MixedCall, draw_mixed
 from planned import forward_call, planned
 from torch import Tensor
@@ -26,10 +27,6 @@ from flash_mask_cute.runtime.target import Target
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 
 INT = torch.int32
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=INT)
 
 
 def run(call: MixedCall, **more: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP64, Case
+from cases import BF16, FP64, Case, int32
 from eager import assert_close_to_oracle, assert_gradients_close
 from functional_calls import (
     FEATURES,
@@ -19,7 +19,6 @@ from functional_calls import (
     by_id,
     eager_results,
     inputs_of,
-    int32,
     qkv,
     rows_below,
     run,

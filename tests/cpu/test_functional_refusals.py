@@ -8,7 +8,8 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
-from functional_calls import int32, qkv, rows_below
+from cases import int32
+from functional_calls import qkv, rows_below
 from torch.autograd import forward_ad
 
 from flash_mask_cute import (

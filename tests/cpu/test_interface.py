@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP32, FP64, Case
+from cases import BF16, FP32, FP64, Case, int32
 from eager import assert_close_to_oracle
 from inputs import make_inputs
 from launch_recorder import Recorder
@@ -43,10 +43,6 @@ def qkv(
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, seqlen, heads, dim, generator=generator) for _ in range(3))
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 # -- the public call on the CPU -----------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cache_calls import draw_call
+from cases import int32
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -26,10 +27,6 @@ from flash_mask_cute.call import explain as explain_module
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 
 INT = torch.int32
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=INT)
 
 
 @pytest.mark.parametrize("seed", range(4))

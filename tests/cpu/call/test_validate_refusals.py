@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from forward_arguments import (
-    LAYOUTS,
-    block_mask,
-    check,
-    column_zeros,
-    int32,
-    reaches_a_tensor,
-    zeros,
-)
+from cases import int32
+from forward_arguments import LAYOUTS, block_mask, check, column_zeros, reaches_a_tensor, zeros
 
 from flash_mask_cute.masks.column_mask import ColumnMask
 

@@ -10,6 +10,10 @@ from mask_cases import COLUMNS
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 @dataclass(frozen=True)
 class Case:
     """One forward problem.
