@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from cases import BF16, FP32, Case, int32
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 from on_cuda import OnCuda
-from planned import arguments_of, backward_call, planned
+from planned import backward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import interface
@@ -23,12 +22,7 @@ from flash_mask_cute.call import facts as facts_module
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import (
     AttentionCall,
-    BackwardOptions,
     Direction,
-    Masks,
-    Options,
-    Tensors,
-    keywords_of,
 )
 from flash_mask_cute.call.backward import EmptyBackward, KernelBackward
 from flash_mask_cute.call.build_backward import BwdKernels
@@ -238,37 +232,6 @@ def recorder(bwd_recorder: Recorder) -> Recorder:
 
 def call(**change: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _flash_attn_bwd(**(arguments() | change))
-
-
-def test_settings_have_the_defaults_of_the_call() -> None:
-    parameters = dict(list(inspect.signature(_flash_attn_bwd).parameters.items())[6:])
-    none: Any = None
-    defaults = Tensors(none, none, none).by_name()
-    defaults |= Masks._field_defaults | Options._field_defaults
-    defaults |= BackwardOptions._field_defaults
-    defaults["q_start"] = defaults["q_start"].argument(None)
-    names = set(keywords_of(Direction.BACKWARD)) - {"q", "k", "v", "out", "dout", "lse"}
-    found = {name: parameter.default for name, parameter in parameters.items()}
-    assert found == {name: defaults[name] for name in names}
-
-
-def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positional bundles: a distinct value for each keyword must come out under its name."""
-    names = keywords_of(Direction.BACKWARD)
-    given = {name: object() for name in names if name != "config"} | arguments()
-    given["q_start"] = torch.zeros(1, dtype=torch.int32)
-    found: dict[str, object] = {}
-
-    def prepare(call: AttentionCall) -> Any:
-        found.update(arguments_of(call))
-        return lambda *args: None
-
-    monkeypatch.setattr(interface, "prepare_bwd", prepare)
-    monkeypatch.setattr(interface, "_keep", lambda *args: None)
-    config = BwdConfig(tile_m=64)
-    _flash_attn_bwd(**given, config=config)
-    assert found.keys() == given.keys() | {"config"}
-    assert all(found[name] is x for name, x in given.items()) and found["config"] is config
 
 
 def same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
