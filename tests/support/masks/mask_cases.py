@@ -103,19 +103,37 @@ def _eviction_steps(extents: Extents, generator: torch.Generator) -> Tensor:
 
 
 MASK_MODS = {
-    "causal_offset": MaskRecipe(_causal_with_offset,
-                                lambda b, h, q, k, aux: k <= q + CAUSAL_OFFSET),
-    "documents": MaskRecipe(_documents, lambda b, h, q, k, aux: aux[0][b][q] == aux[0][b][k],
-                            _document_ids, per_batch=True),
-    "prefix_lm": MaskRecipe(_prefix_lm, lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]),
-                            _prefixes, per_batch=True),
-    "eviction": MaskRecipe(_eviction, lambda b, h, q, k, aux: q < aux[0][b, h][k], _eviction_steps,
-                           per_batch=True, per_head=True),
-    "checks": MaskRecipe(lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
-                         lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0),
-    "blinding": MaskRecipe(lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
-                           lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100)),
-}  # fmt: skip
+    "causal_offset": MaskRecipe(
+        _causal_with_offset, lambda b, h, q, k, aux: k <= q + CAUSAL_OFFSET
+    ),
+    "documents": MaskRecipe(
+        _documents,
+        lambda b, h, q, k, aux: aux[0][b][q] == aux[0][b][k],
+        _document_ids,
+        per_batch=True,
+    ),
+    "prefix_lm": MaskRecipe(
+        _prefix_lm,
+        lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]),
+        _prefixes,
+        per_batch=True,
+    ),
+    "eviction": MaskRecipe(
+        _eviction,
+        lambda b, h, q, k, aux: q < aux[0][b, h][k],
+        _eviction_steps,
+        per_batch=True,
+        per_head=True,
+    ),
+    "checks": MaskRecipe(
+        lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
+        lambda b, h, q, k, aux: (q * 7 + k * 13) % CHECKS != 0,
+    ),
+    "blinding": MaskRecipe(
+        lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
+        lambda b, h, q, k, aux: (q % BLIND != 0) & (k < q + 100),
+    ),
+}
 
 
 # -- score_mods ---------------------------------------------------------------------------------
@@ -174,8 +192,9 @@ def _head_biases(extents: Extents, generator: torch.Generator) -> Tensor:
 
 
 SCORE_MODS = {
-    "alibi": ScoreRecipe(_alibi,
-                         lambda score, b, h, q, k, aux: score - 2.0 ** -(h + 1) * (q - k).abs()),
+    "alibi": ScoreRecipe(
+        _alibi, lambda score, b, h, q, k, aux: score - 2.0 ** -(h + 1) * (q - k).abs()
+    ),
     "t5": ScoreRecipe(
         _t5,
         lambda score, b, h, q, k, aux: (
@@ -183,17 +202,21 @@ SCORE_MODS = {
         ),
         _t5_table,
     ),
-    "head_bias": ScoreRecipe(_head_bias,
-                             lambda score, b, h, q, k, aux: score + aux[-1][h].to(score.dtype),
-                             _head_biases),
-    "scale": ScoreRecipe(lambda score, b, h, q, k, aux: score * 1.1,
-                         lambda score, b, h, q, k, aux: score * 1.1),
+    "head_bias": ScoreRecipe(
+        _head_bias,
+        lambda score, b, h, q, k, aux: score + aux[-1][h].to(score.dtype),
+        _head_biases,
+    ),
+    "scale": ScoreRecipe(
+        lambda score, b, h, q, k, aux: score * 1.1,
+        lambda score, b, h, q, k, aux: score * 1.1,
+    ),
     "blinding": ScoreRecipe(
         _blinding_bias,
         lambda score, b, h, q, k, aux: score + aux[-1][q.flatten()][:, None].to(score.dtype),
         _row_biases,
     ),
-}  # fmt: skip
+}
 # in no table: what a test of functions, and of factors that the softmax takes over, adds
 CAP = ScoreRecipe(
     _cap,
