@@ -229,14 +229,8 @@ def _both_directions() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"d{d}-full", _variant(d)
         yield f"d{d}-causal", _variant(d, is_causal=True)
     yield "d192v128-columns2", _variant(192, dim_v=128, is_causal=True, intervals=(2, True))
-    for name, dims in (
-        ("d96", (96, 96)),
-        ("d136", (136, 136)),
-        ("d160", (160, 160)),
-        ("d192", (192, 192)),
-        ("d192v128", (192, 128)),
-    ):
-        d, dim_v = dims
+    for d, dim_v in ((96, 96), (136, 136), (160, 160), (192, 192), (192, 128)):
+        name = f"d{d}" if d == dim_v else f"d{d}v{dim_v}"
         yield f"{name}-full", _variant(d, dim_v=dim_v)
         yield f"{name}-causal", _variant(d, dim_v=dim_v, is_causal=True)
         yield f"{name}-columns1", _variant(d, dim_v=dim_v, is_causal=True, intervals=(1, True))
@@ -444,25 +438,15 @@ def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]
 
 
 def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
-    for name, dims in (
-        ("d64", (64, 64)),
-        ("d96", (96, 96)),
-        ("d128", (128, 128)),
-        ("d192v128", (192, 128)),
-        ("d192", (192, 192)),
-        ("d256", (256, 256)),
-    ):
-        d, dim_v = dims
-        yield f"{name}-full", _variant(d, dim_v=dim_v)
-        yield f"{name}-causal", _variant(d, dim_v=dim_v, is_causal=True)
+    of_hopper = dict(_both_directions())
+    for d, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
+        name = f"d{d}" if d == dim_v else f"d{d}v{dim_v}"
+        for mask in ("full", "causal"):
+            yield f"{name}-{mask}", of_hopper[f"{name}-{mask}"]
         yield f"{name}-columns2", _variant(d, dim_v=dim_v, is_causal=True, intervals=(2, True))
-    yield "d128-varlen", _variant(128, is_causal=True, varlen_q=True, varlen_k=True)
-    yield "d128-mask_mod", _variant(128, Mods(mask_mod=sees_prefix))
-    yield "d128-score_mod", _variant(128, Mods(score_mod=nears), is_causal=True)
-    yield "d128-softcap", _variant(128, is_causal=True, has_softcap=True)
+    for kind in ("varlen", "mask_mod", "score_mod", "softcap", "seqused"):
+        yield f"d128-{kind}", of_hopper[f"d128-{kind}"]
     yield "d128-list_bits", _variant(128, has_lists=True, has_bits=True)
-    used = {"has_seqused_q": True, "has_seqused_k": True}
-    yield "d128-seqused", _variant(128, is_causal=True, **used)
 
 
 # -- around attention ---------------------------------------------------------------------------

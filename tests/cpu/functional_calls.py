@@ -10,11 +10,9 @@ import pytest
 import torch
 from cases import FP32, FP64, Case
 from inputs import Inputs, make_inputs, make_output_gradients
+from planned import function_of
 from torch import Tensor
 
-from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
-
-LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 OPERATORS = torch.ops.flash_mask_cute
 NEG_INF = float("-inf")
 # lse is float32, as is what a score_mod computes: 2^-24 of a score moves its exponential so much
@@ -58,23 +56,14 @@ class Arguments(NamedTuple):
     keywords: dict[str, Any]
 
     @staticmethod
-    def create(inputs: Inputs, **more: Any) -> Arguments:
-        keywords = inputs.keywords | {"return_lse": True} | more
-        window = keywords.pop("window_size_left"), keywords.pop("window_size_right")
-        keywords["window_size"] = tuple(-1 if side is None else side for side in window)
-        if "block_sparse_tensors_torch" in keywords:
-            keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
+    def create(inputs: Inputs) -> Arguments:
+        function, keywords = function_of(inputs)
+        sides = keywords["window_size"]
+        keywords["window_size"] = tuple(-1 if side is None else side for side in sides)
         sink = keywords.pop("learnable_sink")
         operands = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "learnable_sink": sink}
-        is_dense = all(keywords.get(name) is None for name in LENGTHS)
-        if is_dense:
-            for name in LENGTHS:
-                keywords.pop(name, None)
-        return Arguments(
-            flash_attn_func if is_dense else flash_attn_varlen_func,
-            {name: x for name, x in operands.items() if x is not None},
-            keywords,
-        )
+        given = {name: x for name, x in operands.items() if x is not None}
+        return Arguments(function, given, keywords)
 
     def leaves(self) -> Arguments:
         """With operands of their own that require gradients."""
@@ -125,10 +114,6 @@ def qkv(
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(batch, seqlen, heads, dim, generator=generator) for _ in range(3))
     return tuple(x.to(dtype).requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def rows_below(limit: int, keys: int) -> Tensor:

@@ -59,14 +59,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # one call: the facts of it, what is refused, what will run, its kernels, what runs each time
     "call.settings": (),
     "call.problem": ("mods.signature", "runtime", *INDEX_RULES),
-    "call.arguments": (
-        *("call.settings", "call.problem", "masks.q_start", "masks.column_mask"),
-        *("block_sparsity", "runtime"),
-    ),
-    "cpu": (
-        *("call.arguments", "masks.q_start", "masks.column_mask", "masks.selected_blocks"),
-        *("block_sparsity", "mods.on_cpu", *INDEX_RULES),
-    ),
+    "call.arguments": (*("call.settings", "call.problem", "masks.q_start", "masks.column_mask"),
+                       *("block_sparsity", "runtime")),
+    "cpu": (*("call.arguments", "masks.q_start", "masks.column_mask", "masks.selected_blocks"),
+            *("block_sparsity", "mods.on_cpu", *INDEX_RULES)),
     "call.check": (
         *("call.arguments", "call.problem", "masks.q_start", "call.settings", "masks.column_mask"),
         *("masks.selected_blocks", "block_sparsity", "mods", "runtime", *INDEX_RULES),
@@ -75,24 +71,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "call.tiles": (
         *("call.problem", "call.settings", "sm90", "sm100", "core", "runtime", *INDEX_RULES),
     ),
-    "call.masks": (
-        *("call.tiles", "call.arguments", "call.problem", "masks.column_mask"),
-        *("masks.selected_blocks", "block_sparsity", "runtime"),
-    ),
-    "call.facts": (
-        *("call.masks", "call.tiles", "call.check", "call.arguments", "call.problem"),
-        *("call.settings", "masks.q_start", "runtime", *INDEX_RULES),
-    ),
+    "call.masks": (*("call.tiles", "call.arguments", "call.problem", "masks.column_mask"),
+                   *("masks.selected_blocks", "block_sparsity", "runtime")),
+    "call.facts": (*("call.masks", "call.tiles", "call.check", "call.arguments", "call.problem"),
+                   *("call.settings", "masks.q_start", "runtime", *INDEX_RULES)),
     # records; those who decide about them come after
     "call.execution_plan": (
         *("call.facts", "call.masks", "call.tiles", "call.arguments"),
         *("call.problem", "masks.q_start", "mask_prep", "mods", "runtime", *INDEX_RULES),
     ),
     # steps of a plan, beside what they compile and launch; then `plan`, `prepare` and `explain`
-    "call": (
-        *("cpu", "masks", "block_sparsity", "mask_prep", "kernels", "core.row_blocks"),
-        *("mods", "runtime", *INDEX_RULES),
-    ),
+    "call": (*("cpu", "masks", "block_sparsity", "mask_prep", "kernels", "core.row_blocks"),
+             *("mods", "runtime", *INDEX_RULES)),
     "compute_block_sparsity": (
         *("call", "block_sparsity", "mask_prep", "lowering.pair", "mods", "runtime"),
     ),
@@ -104,11 +94,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("call", "lowering.pair", "masks.column_mask", "masks.mask_mods", "masks.q_start"),
         *("runtime", "mods"),
     ),
-    "autograd": (
-        *("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
-        *("masks.selected_blocks", "block_sparsity", "mask_prep"),
-        *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine"),
-    ),
+    "autograd": (*("interface", "call", "lowering", "masks.column_mask", "masks.q_start"),
+                 *("masks.selected_blocks", "block_sparsity", "mask_prep"),
+                 *("mods.aux_tensors", "mods.signature", "runtime", "cpu.combine")),
     "functional": (
         *("autograd", "call", "masks.column_mask", "masks.q_start", "block_sparsity", "runtime"),
     ),
@@ -116,10 +104,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("functional", "autograd", "interface", "call", "lowering.pair", "masks.column_mask"),
         *("masks.q_start", "runtime"),
     ),
-    "statistics": (
-        *("autograd", "call", "masks.column_mask", "masks.q_start"),
-        "runtime",
-    ),
+    "statistics": (*("autograd", "call", "masks.column_mask", "masks.q_start"), "runtime"),
     # sequences whose rows lie on several devices
     "parallel": (
         *("functional", "interface", "serving", "call.arguments", "call.check.validate"),
@@ -132,10 +117,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *("masks.selected_blocks", "block_sparsity", "mask_prep.block_lists", "mods", "runtime"),
     ),
     # doors into other libraries; only users import them
-    "integrations": (
-        *("parallel", "functional", "interface", "lowering", "mods.signature"),
-        *("masks", "runtime", "limits"),
-    ),
+    "integrations": (*("parallel", "functional", "interface", "lowering", "mods.signature"),
+                     *("masks", "runtime", "limits")),
     # public paths of device code, and of everything
     "block_info": ("rules.block_info",),
     "flash_fwd": ("sm90", "sm100"),
@@ -146,13 +129,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "__main__": (
         *("functional", "runtime", "integrations.hub", "parallel.command", "time_my_mask", ""),
     ),
-    "": (
-        *("flex", "parallel", "lowering", "call.settings"),
-        *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
-        *("serving", "statistics", "masks.builders", "masks.column_mask", "masks.selected_blocks"),
-        *("runtime.cache", *INDEX_RULES),
-    ),
-}
+    "": (*("flex", "parallel", "lowering", "call.settings"),
+         *("functional", "interface", "compute_block_sparsity", "block_sparsity", "plotting"),
+         *("serving", "statistics", "masks.builders", "masks.column_mask", "masks.selected_blocks"),
+         *("runtime.cache", *INDEX_RULES)),
+}  # fmt: skip
 
 # What integrations and parallel take of the package beside public names, helpers of `runtime`,
 # index rules and the two host calls. A name here is for them alone, and promises users nothing.

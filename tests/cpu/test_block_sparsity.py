@@ -241,72 +241,36 @@ def test_a_given_block_size_stays() -> None:
 
 GOOD = lists_of(random_states(2, 1, 3, 5))
 REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no-tensor": (
-        {"mask_block_cnt": [1]},
-        TypeError,
-        "mask_block_cnt must be a torch tensor, got list",
-    ),
-    "none": (
-        {"mask_block_idx": None},
-        TypeError,
-        "mask_block_idx must be a torch tensor, got NoneType",
-    ),
-    "dtype": (
-        {"full_block_idx": GOOD.full_block_idx.long()},
-        ValueError,
-        "full_block_idx must be int32, got torch.int64",
-    ),
-    "rank": (
-        {"mask_block_cnt": GOOD.mask_block_cnt[0]},
-        ValueError,
-        r"mask_block_cnt must have 3 dimensions, got shape \(1, 3\)",
-    ),
-    "rank-idx": (
-        {"mask_block_idx": GOOD.mask_block_idx[0]},
-        ValueError,
-        r"mask_block_idx must have 4 dimensions, got shape \(1, 3, 5\)",
-    ),
-    "shapes": (
-        {"mask_block_cnt": GOOD.mask_block_cnt[:, :, :2]},
-        ValueError,
-        r"mask_block_cnt must have shape \(2, 1, 3\) beside .*, got \(2, 1, 2\)",
-    ),
-    "half-of-full": (
-        {"full_block_idx": None},
-        ValueError,
-        "full_block_cnt is given and full_block_idx is not",
-    ),
-    "device": (
-        {"full_block_cnt": GOOD.full_block_cnt.to("meta")},
-        ValueError,
-        "full_block_cnt must be on cpu, as q is, got meta",
-    ),
+    "no-tensor": ({"mask_block_cnt": [1]}, TypeError,
+                  "mask_block_cnt must be a torch tensor, got list"),
+    "none": ({"mask_block_idx": None}, TypeError,
+             "mask_block_idx must be a torch tensor, got NoneType"),
+    "dtype": ({"full_block_idx": GOOD.full_block_idx.long()}, ValueError,
+              "full_block_idx must be int32, got torch.int64"),
+    "rank": ({"mask_block_cnt": GOOD.mask_block_cnt[0]}, ValueError,
+             r"mask_block_cnt must have 3 dimensions, got shape \(1, 3\)"),
+    "rank-idx": ({"mask_block_idx": GOOD.mask_block_idx[0]}, ValueError,
+                 r"mask_block_idx must have 4 dimensions, got shape \(1, 3, 5\)"),
+    "shapes": ({"mask_block_cnt": GOOD.mask_block_cnt[:, :, :2]}, ValueError,
+               r"mask_block_cnt must have shape \(2, 1, 3\) beside .*, got \(2, 1, 2\)"),
+    "half-of-full": ({"full_block_idx": None}, ValueError,
+                     "full_block_cnt is given and full_block_idx is not"),
+    "device": ({"full_block_cnt": GOOD.full_block_cnt.to("meta")}, ValueError,
+               "full_block_cnt must be on cpu, as q is, got meta"),
     "blocks": (
         {"block_size": (100, 128)},
         ValueError,
         r"must have 4 x 5 blocks for block_size \(100, 128\), seqlen_q 384 and seqlen_k 640",
     ),
-    "block-size": (
-        {"block_size": (0, 128)},
-        ValueError,
-        r"block_size must be positive, got \(0, 128\)",
-    ),
-    "block-size-float": (
-        {"block_size": (128, 128.5)},
-        ValueError,
-        r"block_size must be \(queries, keys\), got \(128, 128\.5\)",
-    ),
+    "block-size": ({"block_size": (0, 128)}, ValueError,
+                   r"block_size must be positive, got \(0, 128\)"),
+    "block-size-float": ({"block_size": (128, 128.5)}, ValueError,
+                         r"block_size must be \(queries, keys\), got \(128, 128\.5\)"),
     "block-size-rank": ({"block_size": (1, 2, 3)}, ValueError, "block_size must be .*1, 2, 3"),
-    "count": (
-        {"mask_block_cnt": torch.full_like(GOOD.mask_block_cnt, 6)},
-        ValueError,
-        r"mask_block_cnt must lie in \[0, 5\], got 6",
-    ),
-    "negative-count": (
-        {"full_block_cnt": torch.full_like(GOOD.full_block_cnt, -1)},
-        ValueError,
-        r"full_block_cnt must lie in \[0, 5\], got -1",
-    ),
+    "count": ({"mask_block_cnt": torch.full_like(GOOD.mask_block_cnt, 6)}, ValueError,
+              r"mask_block_cnt must lie in \[0, 5\], got 6"),
+    "negative-count": ({"full_block_cnt": torch.full_like(GOOD.full_block_cnt, -1)}, ValueError,
+                       r"full_block_cnt must lie in \[0, 5\], got -1"),
     "order": (
         {
             "mask_block_cnt": torch.full_like(GOOD.mask_block_cnt, 2),
@@ -323,12 +287,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"full_block_idx must lie in \[0, 4\], got 5",
     ),
-    "disjoint": (
-        {"full_block_cnt": GOOD.mask_block_cnt, "full_block_idx": GOOD.mask_block_idx},
-        ValueError,
-        "mask_block_idx and full_block_idx must be disjoint",
-    ),
-}
+    "disjoint": ({"full_block_cnt": GOOD.mask_block_cnt, "full_block_idx": GOOD.mask_block_idx},
+                 ValueError, "mask_block_idx and full_block_idx must be disjoint"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from bwd_calls import NAN, bwd_keywords, square_scores, square_scores_bwd
-from cases import BF16, FP32, Case
+from cases import BF16, FP32, Case, int32
 from inputs import make_inputs
 from mask_cases import MASK_MODS, SCORE_MODS
 from on_cuda import OnCuda
-from planned import arguments_of, backward_call, planned
+from planned import backward_call, planned
 from torch import Tensor
 
 from flash_mask_cute import interface
@@ -23,12 +22,7 @@ from flash_mask_cute.call import facts as facts_module
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import (
     AttentionCall,
-    BackwardOptions,
     Direction,
-    Masks,
-    Options,
-    Tensors,
-    keywords_of,
 )
 from flash_mask_cute.call.backward import EmptyBackward, KernelBackward
 from flash_mask_cute.call.build_backward import BwdKernels
@@ -40,10 +34,6 @@ from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime import plain_tensors
 from flash_mask_cute.runtime.target import Target
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
@@ -99,79 +89,49 @@ SINK = torch.zeros(6, dtype=BF16)
 REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "forward's": ({"softcap": -1.0}, ValueError, ("softcap", "-1.0")),
     "out_type": ({"out": None}, TypeError, ("out must be a torch.Tensor", "None")),
-    "out_shape": (
-        {"out": torch.zeros(2, 24, 6, 64, dtype=BF16)},
-        ValueError,
-        ("out must have", "(2, 24, 6, 32)", "(2, 24, 6, 64)"),
-    ),
+    "out_shape": ({"out": torch.zeros(2, 24, 6, 64, dtype=BF16)}, ValueError,
+                  ("out must have", "(2, 24, 6, 32)", "(2, 24, 6, 64)")),
     "dout_type": ({"dout": 3}, TypeError, ("dout must be a torch.Tensor", "3")),
-    "dout_dtype": (
-        {"dout": torch.zeros(2, 24, 6, 32)},
-        TypeError,
-        ("dout must have the dtype of q", "float32"),
-    ),
-    "dout_shape": (
-        {"dout": torch.zeros(2, 24, 6, 16, dtype=BF16)},
-        ValueError,
-        ("dout must have", "(2, 24, 6, 32)", "(2, 24, 6, 16)"),
-    ),
-    "dout_device": (
-        {"dout": torch.zeros(2, 24, 6, 32, dtype=BF16, device="meta")},
-        ValueError,
-        ("dout must be on", "meta"),
-    ),
+    "dout_dtype": ({"dout": torch.zeros(2, 24, 6, 32)}, TypeError,
+                   ("dout must have the dtype of q", "float32")),
+    "dout_shape": ({"dout": torch.zeros(2, 24, 6, 16, dtype=BF16)}, ValueError,
+                   ("dout must have", "(2, 24, 6, 32)", "(2, 24, 6, 16)")),
+    "dout_device": ({"dout": torch.zeros(2, 24, 6, 32, dtype=BF16, device="meta")}, ValueError,
+                    ("dout must be on", "meta")),
     "lse_none": ({"lse": None}, TypeError, ("lse must be a torch.Tensor", "None")),
     "lse_dtype": ({"lse": torch.zeros(2, 6, 24, dtype=BF16)}, TypeError, ("lse", "bfloat16")),
     "lse_shape": ({"lse": torch.zeros(2, 24, 6)}, ValueError, ("lse", "(2, 6, 24)", "(2, 24, 6)")),
     "dlse_dtype": ({"dlse": torch.zeros(2, 6, 24).double()}, TypeError, ("dlse", "float64")),
     "dlse_shape": ({"dlse": torch.zeros(6, 24)}, ValueError, ("dlse", "(2, 6, 24)", "(6, 24)")),
     "deterministic": ({"deterministic": 1}, TypeError, ("deterministic", "1 (int)")),
-    "score_mod_bwd_alone": (
-        {"score_mod_bwd": square_scores_bwd},
-        ValueError,
-        ("score_mod_bwd", "score_mod", "function"),
-    ),
+    "score_mod_bwd_alone": ({"score_mod_bwd": square_scores_bwd}, ValueError,
+                            ("score_mod_bwd", "score_mod", "function")),
     "score_mod_bwd_arguments": (
         {"score_mod": square_scores, "score_mod_bwd": lambda grad, score: grad},
         TypeError,
         ("score_mod_bwd must take the arguments (grad, score, b_idx,", "<lambda>(grad, score)"),
     ),
-    "score_mod_bwd_type": (
-        {"score_mod": square_scores, "score_mod_bwd": 3},
-        TypeError,
-        ("score_mod_bwd must be callable", "3"),
-    ),
+    "score_mod_bwd_type": ({"score_mod": square_scores, "score_mod_bwd": 3}, TypeError,
+                           ("score_mod_bwd must be callable", "3")),
     "dsink_alone": ({"dsink": SINK}, ValueError, ("dsink", "learnable_sink", "(6,)")),
-    "dsink_dtype": (
-        {"learnable_sink": SINK, "dsink": SINK.float()},
-        TypeError,
-        ("dsink must have the dtype", "bfloat16", "float32"),
-    ),
+    "dsink_dtype": ({"learnable_sink": SINK, "dsink": SINK.float()}, TypeError,
+                    ("dsink must have the dtype", "bfloat16", "float32")),
     "dsink_shape": (
         {"learnable_sink": SINK, "dsink": SINK[:2]},
         ValueError,
         ("dsink must have the shape", "(6,)", "(2,)"),
     ),
-    "dq_shape": (
-        {"dq": torch.zeros(2, 24, 2, 64, dtype=BF16)},
-        ValueError,
-        ("dq must have the shape of q", "(2, 24, 6, 64)", "(2, 24, 2, 64)"),
-    ),
-    "dk_dtype": (
-        {"dk": torch.zeros(2, 40, 2, 64)},
-        TypeError,
-        ("dk must have the dtype of q", "float32"),
-    ),
-    "dv_expanded": (
-        {"dv": torch.zeros(1, 40, 2, 32, dtype=BF16).expand(2, -1, -1, -1)},
-        ValueError,
-        ("dv must not overlap itself", "(0,"),
-    ),
+    "dq_shape": ({"dq": torch.zeros(2, 24, 2, 64, dtype=BF16)}, ValueError,
+                 ("dq must have the shape of q", "(2, 24, 6, 64)", "(2, 24, 2, 64)")),
+    "dk_dtype": ({"dk": torch.zeros(2, 40, 2, 64)}, TypeError,
+                 ("dk must have the dtype of q", "float32")),
+    "dv_expanded": ({"dv": torch.zeros(1, 40, 2, 32, dtype=BF16).expand(2, -1, -1, -1)}, ValueError,
+                    ("dv must not overlap itself", "(0,")),
     "config_type": ({"config": 64}, TypeError, ("config", "BwdConfig", "int")),
     "config_key": ({"config": {"tile_n": 64}}, ValueError, ("config", "tile_n")),
     "config_value": ({"config": {"tile_m": 96}}, ValueError, ("tile_m", "96")),
     "lists": ({"block_sparse_tensors_torch": 3}, TypeError, ("block_sparse_tensors_torch",)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -272,37 +232,6 @@ def recorder(bwd_recorder: Recorder) -> Recorder:
 
 def call(**change: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _flash_attn_bwd(**(arguments() | change))
-
-
-def test_settings_have_the_defaults_of_the_call() -> None:
-    parameters = dict(list(inspect.signature(_flash_attn_bwd).parameters.items())[6:])
-    none: Any = None
-    defaults = Tensors(none, none, none).by_name()
-    defaults |= Masks._field_defaults | Options._field_defaults
-    defaults |= BackwardOptions._field_defaults
-    defaults["q_start"] = defaults["q_start"].argument(None)
-    names = set(keywords_of(Direction.BACKWARD)) - {"q", "k", "v", "out", "dout", "lse"}
-    found = {name: parameter.default for name, parameter in parameters.items()}
-    assert found == {name: defaults[name] for name in names}
-
-
-def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positional bundles: a distinct value for each keyword must come out under its name."""
-    names = keywords_of(Direction.BACKWARD)
-    given = {name: object() for name in names if name != "config"} | arguments()
-    given["q_start"] = torch.zeros(1, dtype=torch.int32)
-    found: dict[str, object] = {}
-
-    def prepare(call: AttentionCall) -> Any:
-        found.update(arguments_of(call))
-        return lambda *args: None
-
-    monkeypatch.setattr(interface, "prepare_bwd", prepare)
-    monkeypatch.setattr(interface, "_keep", lambda *args: None)
-    config = BwdConfig(tile_m=64)
-    _flash_attn_bwd(**given, config=config)
-    assert found.keys() == given.keys() | {"config"}
-    assert all(found[name] is x for name, x in given.items()) and found["config"] is config
 
 
 def same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import int32
 from causal_sequences import MixedCall, draw_mixed
 from planned import forward_call, planned
 from torch import Tensor
@@ -26,10 +27,6 @@ from flash_mask_cute.runtime.target import Target
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 
 INT = torch.int32
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=INT)
 
 
 def run(call: MixedCall, **more: Any) -> None:
@@ -144,22 +141,16 @@ def test_documents_are_not_packed() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"causal": torch.ones(2, dtype=torch.int64)},
-        TypeError,
-        "causal must have dtype int32.*int64",
-    ),
+    ({"causal": torch.ones(2, dtype=torch.int64)}, TypeError,
+     "causal must have dtype int32.*int64"),
     ({"causal": torch.ones(2, dtype=torch.bool)}, TypeError, "causal must have dtype int32.*bool"),
     ({"causal": int32(1, 1, 1)}, ValueError, r"causal must have shape .*\(2,\), got \(3,\)"),
     ({"causal": int32(1, 1)[None]}, ValueError, "causal"),
     ({"causal": torch.ones(2, dtype=INT, device="meta")}, ValueError, "causal.*meta"),
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
-    (
-        {"causal": int32(1, 0), "window_size": (-3, 5)},
-        NotImplementedError,
-        "window_size_left.*causal as a tensor, got -3",
-    ),
-]
+    ({"causal": int32(1, 0), "window_size": (-3, 5)}, NotImplementedError,
+     "window_size_left.*causal as a tensor, got -3"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "error", "text"), REFUSED)

@@ -70,21 +70,15 @@ def document_ids(batch: int, heads: int, seqlen: int) -> Tensor:
 
 MASKS: dict[str, tuple[Any, Callable[..., Tensor], bool]] = {
     "causal": (create_causal_mask_with_offset(-37), lambda b, h, q, k, ids: k <= q - 37, False),
-    "prefix": (
-        create_prefix_lm_mask(150, 3),
-        lambda b, h, q, k, _: (k < 150) | (k <= q + 3),
-        False,
-    ),
+    "prefix": (create_prefix_lm_mask(150, 3), lambda b, h, q, k, _: (k < 150) | (k <= q + 3),
+               False),
     "window": (annotated_window_mod, lambda b, h, q, k, _: (q - k).abs() <= 30 * (h + 1), False),
     "batch": (plain_batch_mod, lambda b, h, q, k, _: k < (b + 1) * 70, False),
-    "documents": (
-        document_mask_mod_of_heads,
-        lambda b, h, q, k, ids: ids[b, h, q] == ids[b, h, k],
-        True,
-    ),
+    "documents": (document_mask_mod_of_heads, lambda b, h, q, k, ids: ids[b, h, q] == ids[b, h, k],
+                  True),
     "all": (lambda b, h, q, k, _: k >= 0, lambda b, h, q, k, _: k >= 0, False),
     "none": (lambda b, h, q, k, _: k < 0, lambda b, h, q, k, _: k < 0, False),
-}
+}  # fmt: skip
 
 
 def expected_states(visible: Tensor, block_q: int, block_k: int) -> Tensor:

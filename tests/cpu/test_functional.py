@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP64, Case
+from cases import BF16, FP64, Case, int32
 from eager import assert_close_to_oracle, assert_gradients_close
 from functional_calls import (
     FEATURES,
-    LENGTHS,
     NEG_INF,
     OPERATORS,
     RTOL,
@@ -20,14 +19,13 @@ from functional_calls import (
     by_id,
     eager_results,
     inputs_of,
-    int32,
     qkv,
     rows_below,
     run,
 )
 from inputs import make_inputs, make_output_gradients
 from launch_recorder import Recorder
-from planned import arguments_of
+from planned import LENGTHS, arguments_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import (

@@ -8,7 +8,8 @@ from typing import Any
 import cutlass.cute as cute
 import pytest
 import torch
-from functional_calls import int32, qkv, rows_below
+from cases import int32
+from functional_calls import qkv, rows_below
 from torch.autograd import forward_ad
 
 from flash_mask_cute import (
@@ -70,30 +71,18 @@ def test_other_derivatives_are_refused() -> None:
         ({"num_splits": True}, TypeError, "num_splits must be an int, got True"),
         ({"return_lse": "no"}, TypeError, "return_lse must be True or False, got 'no'"),
         ({"score_mod_bwd": lambda g, s, b, h, i, j, a: g}, ValueError, "score_mod, which is None"),
-        (
-            {"score_mod": lambda s, b, h, i, j, a: s, "score_mod_bwd": lambda g, s: g},
-            TypeError,
-            "score_mod_bwd must take the arguments",
-        ),
+        ({"score_mod": lambda s, b, h, i, j, a: s, "score_mod_bwd": lambda g, s: g}, TypeError,
+         "score_mod_bwd must take the arguments"),
         ({"window_size": 3}, ValueError, "window_size must be .left, right., got 3"),
-        (
-            {"softmax_scale": torch.ones(1)},
-            ValueError,
-            "^softmax_scale must be a number or a 0-dim CPU tensor, got a .* shape .1,. on cpu",
-        ),
-        (
-            {"softmax_scale": torch.ones((), device="meta")},
-            ValueError,
-            "^softmax_scale must be a number or a 0-dim CPU tensor, .* on meta; .*multiply q by",
-        ),
+        ({"softmax_scale": torch.ones(1)}, ValueError,
+         "^softmax_scale must be a number or a 0-dim CPU tensor, got a .* shape .1,. on cpu"),
+        ({"softmax_scale": torch.ones((), device="meta")}, ValueError,
+         "^softmax_scale must be a number or a 0-dim CPU tensor, .* on meta; .*multiply q by"),
         ({"softmax_scale": torch.tensor(True)}, TypeError, "^softmax_scale must be a real number"),
         ({"softmax_scale": torch.tensor(1j)}, TypeError, "^softmax_scale must be a real number"),
         ({"softmax_scale": float("nan")}, ValueError, "^softmax_scale must be finite, .* got nan"),
-        (
-            {"softmax_scale": torch.tensor(torch.inf)},
-            ValueError,
-            "^softmax_scale must be .*got inf",
-        ),
+        ({"softmax_scale": torch.tensor(torch.inf)}, ValueError,
+         "^softmax_scale must be .*got inf"),
         ({"causal": 1}, TypeError, "causal"),
         ({"startend_row_indices": torch.zeros(1, 1, 12, 1)}, TypeError, "startend_row_indices"),
         ({"startend_row_indices": rows_below(3, 12)}, ValueError, "causal=True"),
@@ -107,7 +96,7 @@ def test_other_derivatives_are_refused() -> None:
         ({"learnable_sink": 3}, TypeError, "learnable_sink must be a torch.Tensor"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else None,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("needs_graph", [False, True])
 def test_wrong_arguments(
     keywords: dict[str, Any], error: type[Exception], message: str, needs_graph: bool

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP32, FP64, Case
+from cases import BF16, FP32, FP64, Case, int32
 from eager import assert_close_to_oracle
 from inputs import make_inputs
 from launch_recorder import Recorder
@@ -22,6 +22,7 @@ from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch
 from flash_mask_cute.call import prepare
 from flash_mask_cute.call.arguments import (
     AttentionCall,
+    BackwardOptions,
     Direction,
     Masks,
     OptionalTensors,
@@ -31,7 +32,8 @@ from flash_mask_cute.call.arguments import (
 )
 from flash_mask_cute.call.explain import Explanation
 from flash_mask_cute.call.forward import EmptyForward
-from flash_mask_cute.interface import FwdConfig, _flash_attn_fwd, explain
+from flash_mask_cute.call.settings import BwdConfig
+from flash_mask_cute.interface import FwdConfig, _flash_attn_bwd, _flash_attn_fwd, explain
 from flash_mask_cute.runtime.recent import Recent
 
 NEG_INF = float("-inf")
@@ -45,42 +47,51 @@ def qkv(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 # -- the public call on the CPU -----------------------------------------------------------------
 
 
-def test_settings_have_the_defaults_of_the_call() -> None:
-    parameters = dict(list(inspect.signature(_flash_attn_fwd).parameters.items())[3:])
+CALLS = {Direction.FORWARD: (_flash_attn_fwd, 3), Direction.BACKWARD: (_flash_attn_bwd, 6)}
+
+
+@pytest.mark.parametrize("direction", CALLS)
+def test_settings_have_the_defaults_of_the_call(direction: Direction) -> None:
+    call, num_operands = CALLS[direction]
+    parameters = list(inspect.signature(call).parameters.values())
+    operands, settings = parameters[:num_operands], parameters[num_operands:]
     none: Any = None
     defaults = Tensors(none, none, none).by_name()
     defaults |= Masks._field_defaults | Options._field_defaults
+    defaults |= BackwardOptions._field_defaults
     defaults["q_start"] = defaults["q_start"].argument(None)
-    names = keywords_of(Direction.FORWARD)[3:]
-    found = {name: parameter.default for name, parameter in parameters.items()}
-    assert found == {name: defaults[name] for name in names}
+    names = set(keywords_of(direction)) - {x.name for x in operands}
+    assert {x.name: x.default for x in settings} == {name: defaults[name] for name in names}
 
 
-def test_every_keyword_reaches_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", CALLS)
+def test_every_keyword_reaches_its_place(
+    monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
     """Positional bundles: a distinct value for each keyword must come out under its name."""
-    names = keywords_of(Direction.FORWARD)[3:]
-    given = {name: object() for name in names if name != "config"}
+    is_forward = direction is Direction.FORWARD
+    call, num_operands = CALLS[direction]
+    given: dict[str, Any] = {name: object() for name in keywords_of(direction)}
+    for name in list(inspect.signature(call).parameters)[:num_operands]:
+        given[name] = torch.zeros((1, 4, 40) if name == "lse" else (1, 40, 4, 64), dtype=BF16)
     given["q_start"] = torch.zeros(1, dtype=torch.int32)
-    given["seqlen_k_per_split"] = 4096
+    given["config"] = FwdConfig(tile_n=64) if is_forward else BwdConfig(tile_m=64)
+    if is_forward:
+        given["seqlen_k_per_split"] = 4096
     found: dict[str, object] = {}
 
     def prepare(call: AttentionCall) -> Any:
         found.update(arguments_of(call))
         return lambda *args: (None, None)
 
-    monkeypatch.setattr(interface, "prepare_fwd", prepare)
+    monkeypatch.setattr(interface, "prepare_fwd" if is_forward else "prepare_bwd", prepare)
     monkeypatch.setattr(interface, "_keep", lambda *args: None)
-    config = FwdConfig(tile_n=64)
-    _flash_attn_fwd(*qkv(), config=config, **given)  # type: ignore[arg-type]
-    assert found.keys() == given.keys() | {"q", "k", "v", "config"}
-    assert all(found[name] is x for name, x in given.items()) and found["config"] is config
+    call(**given)
+    assert found.keys() == given.keys()
+    assert all(found[name] is x for name, x in given.items())
 
 
 def test_without_lse() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cache_calls import draw_call
+from cases import int32
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -26,10 +27,6 @@ from flash_mask_cute.call import explain as explain_module
 pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 
 INT = torch.int32
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=INT)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -236,34 +233,27 @@ def test_gradients_of_a_contiguous_cache() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("appends", [False, True])
-def test_compiled_over_rows_and_padding_of_a_table(appends: bool) -> None:
-    compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
-    where: dict[str, Any] = {
-        "page_table": int32(4, 0, 9, 9, 3, 1).view(3, 2), "cache_batch_idx": int32(2, 0),
-        "cache_leftpad": int32(3, 7), "cache_seqlens": int32(5, 29),
-    }  # fmt: skip
-    results = []
-    for call in (flash_attn_with_kvcache, compiled):
-        k_cache, v_cache = cache(5, 16)
-        new = {"k": step(heads=1), "v": step(heads=1)} if appends else {}
-        with torch.no_grad():
-            out = call(step(), k_cache, v_cache, **new, **where, causal=True)
-        results.append((out, k_cache, v_cache))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+PLACED: dict[str, Any] = {
+    "page_table": int32(4, 0, 9, 9, 3, 1).view(3, 2), "cache_batch_idx": int32(2, 0),
+    "cache_leftpad": int32(3, 7), "cache_seqlens": int32(5, 29),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled() -> None:
+@pytest.mark.parametrize(
+    ("rows", "where", "appends"),
+    [((5, 16), PLACED, False), ((5, 16), PLACED, True), ((), {"cache_seqlens": int32(5, 9)}, True)],
+    ids=["table", "table appends", "appends"],
+)
+def test_compiled(rows: tuple[int, ...], where: dict[str, Any], appends: bool) -> None:
     """The write is a mutation of the graph's inputs."""
     compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
     results = []
     for call in (flash_attn_with_kvcache, compiled):
-        k_cache, v_cache = cache()
-        q, k, v = step(), *(step(heads=1) for _ in "kv")
+        k_cache, v_cache = cache(*rows)
+        new = {"k": step(heads=1), "v": step(heads=1)} if appends else {}
         with torch.no_grad():
-            out = call(q, k_cache, v_cache, k, v, cache_seqlens=int32(5, 9), causal=True)
+            out = call(step(), k_cache, v_cache, **new, **where, causal=True)
         results.append((out, k_cache, v_cache))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -166,18 +166,12 @@ SELECTION = SelectedBlocks(torch.zeros(1, 2, 20, 1, dtype=torch.int64), 64)
 TYPE, VALUE, NO = TypeError, ValueError, NotImplementedError
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "no lse": (TYPE, "lse must be a torch.Tensor, got None", {"lse": None}),
-    "lse of 16 bits": (
-        *(TYPE, "lse must have dtype float32"),
-        {"lse": torch.zeros(1, 2, 20, dtype=torch.bfloat16)},
-    ),
-    "shape of lse": (
-        *(VALUE, r"lse must have shape \(1, 2, 20\), got \(1, 20, 2\)"),
-        {"lse": torch.zeros(1, 20, 2)},
-    ),
-    "reduce": (
-        *(NO, "reduce supports key_sums, entropy, .*, got 'row_sums'"),
-        {"reduce": ["entropy", "row_sums"]},
-    ),
+    "lse of 16 bits": (*(TYPE, "lse must have dtype float32"),
+                       {"lse": torch.zeros(1, 2, 20, dtype=torch.bfloat16)}),
+    "shape of lse": (*(VALUE, r"lse must have shape \(1, 2, 20\), got \(1, 20, 2\)"),
+                     {"lse": torch.zeros(1, 20, 2)}),
+    "reduce": (*(NO, "reduce supports key_sums, entropy, .*, got 'row_sums'"),
+               {"reduce": ["entropy", "row_sums"]}),
     "no name": (TYPE, r"reduce must be a name, or a list of names, got \[\]", {"reduce": []}),
     "no names": (TYPE, "reduce must be a name, or a list of names, got 1", {"reduce": 1}),
     "queries of a block": (
@@ -186,23 +180,16 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "keys of a block": (NO, r"got \(1, 32\)", {"block_size": (1, 32)}),
     "block": (VALUE, r"must be two ints, \(queries, keys\), got 128", {"block_size": 128}),
-    "no ints": (
-        VALUE,
-        r"block_size must be two ints, .*, got \(64.0, 64\)",
-        {"block_size": (64.0, 64)},
-    ),
+    "no ints": (VALUE, r"block_size must be two ints, .*, got \(64.0, 64\)",
+                {"block_size": (64.0, 64)}),
     "deterministic": (TYPE, "deterministic must be", {"deterministic": 1}),
-    "selection": (
-        *(NO, "does not support block_sparse_tensors as SelectedBlocks"),
-        {"block_sparse_tensors": SELECTION},
-    ),
-    "keyword": (
-        *(TYPE, r"attention_statistics\(\) has no argument page_table"),
-        {"page_table": torch.zeros(1, 1, dtype=torch.int32)},
-    ),
+    "selection": (*(NO, "does not support block_sparse_tensors as SelectedBlocks"),
+                  {"block_sparse_tensors": SELECTION}),
+    "keyword": (*(TYPE, r"attention_statistics\(\) has no argument page_table"),
+                {"page_table": torch.zeros(1, 1, dtype=torch.int32)}),
     "k": (VALUE, "k must have the head_dim of q", {"k": torch.zeros(1, 20, 2, 24)}),
     "causal": (TYPE, "causal must be", {"causal": "yes"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -17,8 +17,8 @@ from unseen_memory import (
     VALUES,
     WIDE_UNUSED_CASES,
     Hostile,
+    check_padded_documents,
     empty_rows,
-    padded_documents,
     with_empty,
     with_unused,
     with_unused_gradients,
@@ -72,17 +72,7 @@ def check_gradients(hostile: Hostile) -> None:
 
 @each_value
 def test_padding_behind_documents(value: float) -> None:
-    """By autograd, whose forward meets what its backward does."""
-    hostile = with_empty(padded_documents(), value)
-    given = hostile.inputs
-    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
-    mask = given.keywords["startend_row_indices"]
-    out = flash_attn_func(*leaves, startend_row_indices=mask, causal=True)
-    gradients = torch.autograd.grad(out, leaves, hostile.dout)
-    dlse = torch.zeros_like(hostile.dlse)
-    hostile._replace(dlse=dlse, clean_dlse=dlse).assert_close(
-        dict(zip(NAMES, gradients, strict=True))
-    )
+    check_padded_documents(flash_attn_func, value=value)
 
 
 @each_value

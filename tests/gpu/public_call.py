@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from devices import check_given_outputs
 from eager import assert_close_to_oracle
-from guarded_outputs import GuardedOutputs
 from inputs import Inputs
 from torch import Tensor
 
 from flash_mask_cute.interface import _flash_attn_fwd
+
+T = TypeVar("T")
 
 
 def forward(inputs: Inputs, **more: Any) -> tuple[Tensor, Tensor]:
@@ -21,12 +26,33 @@ def check(inputs: Inputs) -> None:
     """Outputs of the library and of the caller, NaN before: close, equal in every bit, guarded."""
     out, lse = forward(inputs)
     assert_close_to_oracle(out, lse, inputs)
-    given = GuardedOutputs(inputs)
-    forward(inputs, out=given.out, lse=given.lse)
-    given.assert_guards_intact()
-    rows = inputs.rows_in_use("q")
-    assert torch.equal(given.out[rows], out[rows]), inputs.case.id
-    assert torch.equal(given.lse.mT[rows], lse.mT[rows]), inputs.case.id
+    check_given_outputs(partial(forward, inputs), inputs, out, lse)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """What waits for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def capture(
+    step: Callable[[], T], beside: torch.cuda.Stream | None = None
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of a step, and what it gives; after a first one, which compiles, on the current
+    stream or beside it."""
+    stream = beside or torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 def check_replay(

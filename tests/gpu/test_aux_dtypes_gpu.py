@@ -8,7 +8,7 @@ from typing import Any
 import aux_dtypes
 import pytest
 import torch
-from aux_dtypes import CASES, make_all_dtypes, visible_of
+from aux_dtypes import CASES, make_all_dtypes
 from cases import Case
 from eager import assert_close_to_oracle
 from inputs import make_output_gradients
@@ -47,13 +47,7 @@ def test_inductor() -> None:
 
 
 def test_block_lists() -> None:
-    given = make_all_dtypes(CASES[0], DEVICE)
-    aux = given.aux_tensors
-    blocks = visible_of(aux, 200, 300).view(4, 50, 5, 60).sum(dim=(1, 3))
-    lists = create_block_mask(
-        aux_dtypes.mask_mod, 1, 1, 200, 300, device=DEVICE, BLOCK_SIZE=(50, 60), aux_tensors=aux
-    )
-    partial = (blocks > 0) & (blocks < 3000)
-    assert lists.full_block_cnt is not None
-    assert torch.equal(lists.full_block_cnt[0, 0], (blocks == 3000).sum(1).int())
-    assert torch.equal(lists.mask_block_cnt[0, 0], partial.sum(1).int())
+    aux = make_all_dtypes(CASES[0], DEVICE).aux_tensors
+    sizes: Any = {"device": DEVICE, "BLOCK_SIZE": aux_dtypes.BLOCK_SIZE, "aux_tensors": aux}
+    lists = create_block_mask(aux_dtypes.mask_mod, 1, 1, 200, 300, **sizes)
+    aux_dtypes.assert_block_lists(lists, aux)

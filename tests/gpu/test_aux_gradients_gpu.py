@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import FP16, Case
 from inputs import make_output_gradients
+from public_call import capture
 from test_functional_gpu import arguments_of, run_and_check_gradients
 from torch import Tensor
 from trained_mods import (
@@ -122,13 +123,7 @@ def test_captured_by_hand() -> None:
         (found,) = torch.autograd.grad(out, slopes, dout)
         return found
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        gradient()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradient()
+    graph, found = capture(gradient, torch.cuda.Stream())
     for _ in range(3):
         found.fill_(float("nan"))
         graph.replay()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from public_call import no_waiting
 
 from flash_mask_cute import ColumnMask, builders, flash_attn_func
 
@@ -61,11 +62,8 @@ def check(build: Callable[[], ColumnMask], expected: ColumnMask) -> None:
         return mask
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         mask = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert mask.causal == expected.causal
     assert torch.equal(mask.startend_row_indices.cpu(), expected.startend_row_indices)
 
@@ -84,11 +82,8 @@ def test_nor_does_one_that_reads_tensors(name: str) -> None:
 
 
 def test_evictions_are_drawn_on_the_device() -> None:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         mask = builders.random_eviction(SEQLEN, 300, device="cuda")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     seen = mask.dense(SEQLEN).sum(dim=-1)
     assert torch.equal(
         seen, torch.arange(1, SEQLEN + 1, device="cuda").clamp(max=300).expand_as(seen)

@@ -13,6 +13,7 @@ from inputs import make_inputs
 from parallel_calls import METHODS, run_on_gpu
 from placed_attention import Draw
 from process_group import run_in_processes
+from public_call import capture
 
 from flash_mask_cute import builders, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -82,10 +83,7 @@ def test_one_graph_serves_later_lengths_and_trees() -> None:
             q, *pools, cache_seqlens=used, page_table=pages, mask_mod=mask_mod
         )
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for first, parents in (
         ([700, 90], [[-1, 0, 1, 2], [-1, 0, 0, 0]]),
         ([31, 900], [[-1] * 4] * 2),

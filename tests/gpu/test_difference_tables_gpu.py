@@ -9,7 +9,7 @@ import torch
 from cases import FP16, Case
 from inputs import make_output_gradients
 from planned import call_of, planned
-from public_call import check, forward
+from public_call import capture, check, forward
 from test_aux_gradients_gpu import check as check_gradients
 from torch import Tensor
 from trained_mods import TRAINED_MODS, TrainedInputs, make_trained
@@ -112,13 +112,7 @@ def test_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         mod = TRAINED_MODS["grid"].cute
         return flash_attn_func(x.q, x.k, x.v, score_mod=mod, aux_tensors=[rows, cols])
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    graph, out = capture(call, torch.cuda.Stream())
     for factor in (1.0, -2.0):
         rows.mul_(factor), cols.mul_(factor)
         out.fill_(float("nan"))

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import cutlass
 import pytest
 import torch
+from public_call import capture
+from row_results import Results, distance_by, sees_some
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -26,38 +27,8 @@ CHUNKS = ((4999, 1), (7001, 64), (12307, 500))
 NEIGHBOURS = 255
 
 
-def checks(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return (k <= q) & ((k % 5 != 2) | (q % 3 == 0))
-
-
-def distance(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score - (q - k).to(cutlass.Float32) * 0.001
-
-
 def documents() -> Tensor:
     return builders.causal_document([3000, 9100, 7900], device="cuda").startend_row_indices
-
-
-class Results(NamedTuple):
-    out: Tensor
-    lse: Tensor
-
-    @staticmethod
-    def of(result: Any) -> Results:
-        out, lse = result
-        return Results(out.detach(), lse.detach())
-
-    def rows(self, first: int, count: int) -> Results:
-        return Results(self.out[:, first : first + count], self.lse[..., first : first + count])
-
-    def has_bits_of(self, other: Results) -> bool:
-        return all(
-            torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
-            for kind, a, b in (
-                (torch.int16, self.out, other.out),
-                (torch.int32, self.lse, other.lse),
-            )
-        )
 
 
 class Rows(NamedTuple):
@@ -111,7 +82,7 @@ class Rows(NamedTuple):
         more = {"page_table": table} if page_size else {}
         result = flash_attn_with_kvcache(q, *pools, cache_seqlens=lengths, **self.options, **more)
         out, lse = result
-        return Results(out[place : place + 1], lse[place : place + 1])
+        return Results(out, lse).entry(place)
 
 
 CASES: dict[str, Callable[[], Rows]] = {
@@ -119,8 +90,8 @@ CASES: dict[str, Callable[[], Rows]] = {
     "d64-window-sink-group3": lambda: Rows.create(
         (64, 64), (6, 2), window_size=(5000, 0), has_sink=True
     ),
-    "d64-score_mod": lambda: Rows.create((64, 64), (2, 2), score_mod=distance),
-    "d128-mask_mod": lambda: Rows.create((128, 128), (2, 2), mask_mod=checks, causal=False),
+    "d64-score_mod": lambda: Rows.create((64, 64), (2, 2), score_mod=distance_by(0.001)),
+    "d128-mask_mod": lambda: Rows.create((128, 128), (2, 2), mask_mod=sees_some, causal=False),
     "d128-documents": lambda: Rows.create((128, 128), (4, 1), has_documents=True),
     "d192-softcap": lambda: Rows.create((192, 128), (2, 1), softcap=20.0),
     "d256-group3": lambda: Rows.create((256, 256), (3, 1)),
@@ -136,13 +107,13 @@ def test_a_row_has_one_set_of_bits(case: str) -> None:
     unlike = [
         (first, count)
         for first, count in CHUNKS
-        if not whole.rows(first, count).has_bits_of(rows.chunk(first, count))
+        if not whole.rows(first, first + count).has_bits_of(rows.chunk(first, count))
     ]
     # intervals have a row for each query of the whole sequence, and a cache one for each of its own
     ways = [(0, None), (NEIGHBOURS, None), (3, 1), (3, 16), (3, 128)]
     for end in () if "startend_row_indices" in rows.options else ROWS:
         for way in ways if end == ROWS[-2] else ways[::3]:
-            if not whole.rows(end - 1, 1).has_bits_of(rows.decoded(end, *way)):
+            if not whole.rows(end - 1, end).has_bits_of(rows.decoded(end, *way)):
                 unlike.append((end, way))
     assert not unlike
 
@@ -158,15 +129,12 @@ def test_cuts_are_in_the_bits_and_a_graph_has_them() -> None:
     def step() -> Any:
         return flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, **rows.options)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    graph, result = capture(step)
     for end in (*ROWS, *range(77, SEQLEN, 103)):
         q.copy_(rows.q[:, end - 1 : end])
         lengths.fill_(end)
         graph.replay()
-        assert whole.rows(end - 1, 1).has_bits_of(Results.of(result))
+        assert whole.rows(end - 1, end).has_bits_of(Results.of(result))
 
 
 @pytest.mark.parametrize("seqlen", [512, 1024])
@@ -242,6 +210,6 @@ def test_written_and_padded_keys_have_the_bits(dims: tuple[int, int]) -> None:
             q, *caches, cache_seqlens=lengths, causal=causal_per_seq, **in_cache, **options
         )
         for way, result in (("appended", appended), ("causal", again)):
-            if not whole.rows(first, new).has_bits_of(Results.of(result)):
+            if not whole.rows(first, end).has_bits_of(Results.of(result)):
                 unlike.append((way, end, new, padding, page_size))
     assert not unlike

@@ -22,15 +22,15 @@ from cases import (
     Case,
 )
 from eager import assert_gradients_close
-from guarded_outputs import GuardedOutputs
-from inputs import Inputs, make_inputs, make_output_gradients
+from guarded_outputs import Guarded
+from inputs import Inputs, make_inputs, make_output_gradients, of_one_column_mask
+from public_call import capture, forward, no_waiting
 from public_call import check as check_forward
-from public_call import forward
 from random_cases import random_case, random_mask_case
 from torch import Tensor
 
 import flash_mask_cute
-from flash_mask_cute import ColumnMask, interface
+from flash_mask_cute import interface
 from flash_mask_cute.call.documents import PackedBackward
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -59,34 +59,15 @@ def backward(
     return dict(zip(NAMES, gradients, strict=True)) | {"dsink": dsink}
 
 
-class GuardedGradients:
-    """NaN-filled dq, dk and dv for a caller to pass, each inside a larger NaN-filled buffer."""
-
-    GUARD = GuardedOutputs.GUARD
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self.tensors: dict[str, Tensor] = {}
-        for name, like in zip(NAMES, (inputs.q, inputs.k, inputs.v), strict=True):
-            buffer = torch.full(
-                (like.numel() + 2 * self.GUARD,), NAN, dtype=like.dtype, device=like.device
-            )
-            self._buffers[name] = buffer
-            self.tensors[name] = buffer[self.GUARD : -self.GUARD].view(like.shape)
-
-    def assert_guards_intact(self) -> None:
-        for name, buffer in self._buffers.items():
-            assert buffer[: self.GUARD].isnan().all(), f"the memory before {name} was written"
-            assert buffer[-self.GUARD :].isnan().all(), f"the memory after {name} was written"
-
-
 def check(inputs: Inputs, seed: int = 1, has_dlse: bool = True) -> None:
     """Gradients of the library, and of the caller with dlse, NaN before: close, and guarded."""
     results = forward(inputs)
     dout, dlse = make_output_gradients(inputs, seed)
     first = dlse if has_dlse else None
     assert_gradients_close(backward(inputs, results, dout, first), inputs, dout, first)
-    given = GuardedGradients(inputs)
+    given = Guarded()
+    for name, like in zip(NAMES, (inputs.q, inputs.k, inputs.v), strict=True):
+        given.allocate(name, like.shape, like.dtype, like.device)
     found = backward(inputs, results, dout, dlse, **given.tensors)
     assert all(found[name] is x for name, x in given.tensors.items())
     given.assert_guards_intact()
@@ -237,10 +218,7 @@ def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
     captured = make_inputs(case, "cuda")
     dout, dlse = make_output_gradients(captured)
     results = tuple(x.clone() for x in forward(captured))
-    backward(captured, results, dout, dlse)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gradients = backward(captured, results, dout, dlse)
+    graph, gradients = capture(lambda: backward(captured, results, dout, dlse))
     for seed in (2, 3):
         fresh = make_inputs(case, "cuda", seed)
         new_dout, new_dlse = make_output_gradients(fresh, seed)
@@ -322,25 +300,16 @@ def test_no_call_waits_for_the_device(case: Case) -> None:
     results = forward(inputs)
     dout, dlse = make_output_gradients(inputs)
     backward(inputs, results, dout, dlse)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         gradients = backward(inputs, results, dout, dlse)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_gradients_close(gradients, inputs, dout, dlse)
 
 
 def test_a_column_mask_serves_many_calls_and_follows_its_tensor() -> None:
-    case = Case("kept", 2, 255, 300, causal=True, column="stepped1")
-    first, second = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=5)
-    indices = first.column_mask.startend_row_indices.clone()
-    mask = ColumnMask(indices, causal=True, seqlen_q="any")
-    for inputs in (first, first, second, first):
-        indices.copy_(inputs.column_mask.startend_row_indices)
+    shape = {"batch": 2, "seqlen_q": 255, "seqlen_k": 300}
+    for inputs, more in of_one_column_mask("cuda", **shape):
         dout, dlse = make_output_gradients(inputs)
-        gradients = backward(
-            inputs, forward(inputs), dout, dlse, startend_row_indices=mask, causal=False
-        )
+        gradients = backward(inputs, forward(inputs), dout, dlse, **more)
         assert_gradients_close(gradients, inputs, dout, dlse)
 
 

@@ -8,7 +8,7 @@ from cases import BF16, CASES, FP32, Case
 from eager import assert_close_to_oracle
 from guarded_outputs import GuardedOutputs
 from inputs import Inputs, make_growing_inputs, make_inputs
-from public_call import check, check_replay, forward
+from public_call import capture, check, check_replay, forward
 
 import flash_mask_cute
 from flash_mask_cute.interface import _flash_attn_fwd
@@ -124,10 +124,7 @@ GRAPH_CASES = (
 @pytest.mark.parametrize("case", GRAPH_CASES, ids=lambda case: case.id)
 def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
     inputs = make_inputs(case, "cuda", seed=0)
-    forward(inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = forward(inputs)
+    graph, results = capture(lambda: forward(inputs))
     for seed in (1, 2):
         check_replay(graph, inputs, results, make_inputs(case, "cuda", seed))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_caches import Fp8Call, Fp8Case, assert_same_bits, make_call
+from public_call import capture, no_waiting
 from torch import Tensor
 
 from flash_mask_cute import compile_count, explain, flash_attn_with_kvcache
@@ -86,12 +87,9 @@ def test_nothing_is_compiled_and_nobody_waits(more: dict[str, int]) -> None:
     _flash_attn_fwd(*given, **keywords)
     torch.cuda.synchronize()
     count = compile_count()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for given, keywords in calls:
             _flash_attn_fwd(*given, **keywords)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert compile_count() == count
 
 
@@ -107,11 +105,7 @@ def test_one_graph_for_every_length_and_scale() -> None:
         assert isinstance(out, Tensor)
         return out
 
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
+    graph, out = capture(attend)
     for step in range(200):
         used.copy_(torch.tensor([1 + 19 * step, 4000 - step]))
         for x in descales.values():

@@ -11,17 +11,14 @@ import torch
 from cases import BF16, FP32, FP64, Case
 from eager import assert_close_to_oracle, assert_gradients_close
 from inputs import Inputs, make_inputs, make_output_gradients
+from planned import function_of
+from public_call import no_waiting
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from flash_mask_cute import (
-    BlockSparseTensorsTorch,
-    flash_attn_func,
-    flash_attn_varlen_func,
-)
+from flash_mask_cute import BlockSparseTensorsTorch, flash_attn_func
 
-LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 pytestmark = pytest.mark.gpu
 
 CASES = (
@@ -43,19 +40,15 @@ by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 def arguments_of(inputs: Inputs) -> tuple[Callable[..., Any], dict[str, Any]]:
     """A public function and its keywords, operands included, which require gradients."""
-    keywords = inputs.keywords | {"q": inputs.q, "k": inputs.k, "v": inputs.v, "return_lse": True}
-    keywords["window_size"] = keywords.pop("window_size_left"), keywords.pop("window_size_right")
-    if "block_sparse_tensors_torch" in keywords:
-        keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
+    function, keywords = function_of(inputs)
+    keywords |= {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     if (inputs.case.column or "").startswith("documents"):
         mask = inputs.column_mask
         keywords["startend_row_indices"] = replace(mask, documents=True)
     for name in ("q", "k", "v", "learnable_sink"):
         if keywords[name] is not None:
             keywords[name] = keywords[name].detach().clone().requires_grad_()
-    if any(keywords.get(name) is not None for name in LENGTHS):
-        return flash_attn_varlen_func, keywords
-    return flash_attn_func, {n: x for n, x in keywords.items() if n not in LENGTHS}
+    return function, keywords
 
 
 def run_and_check_gradients(
@@ -227,12 +220,8 @@ def test_a_warm_step_waits_for_nothing(case: Case) -> None:
         (out.float().sum() + lse.clamp(min=-100.0).sum()).backward()
 
     step()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def test_operators_read_lists_that_were_rewritten_unseen() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from public_call import no_waiting
 from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders, flash_attn_func
@@ -72,11 +73,8 @@ def test_windows_and_chunks_wait_for_nothing() -> None:
     at = torch.arange(N, device="cuda")
     for mod in (window, chunks):
         flash_attn_func(q, k, v, mask_mod=mod)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             out = flash_attn_func(q, k, v, mask_mod=mod)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         heads = [x.transpose(1, 2).float() for x in (q, k, v)]
         wanted = torch.nn.functional.scaled_dot_product_attention(
             *heads, attn_mask=mod(at, at, at[:, None], at)

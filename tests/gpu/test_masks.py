@@ -12,9 +12,9 @@ import pytest
 import torch
 from cases import BF16, DOCUMENT_CASES, MASK_BITS_CASES, MASK_BITS_VARLEN_CASES, MASK_CASES, Case
 from eager import assert_close_to_oracle
-from inputs import Inputs, make_inputs
+from inputs import Inputs, make_inputs, of_one_column_mask
 from mask_cases import CAUSAL_OFFSET, MASK_MODS
-from public_call import check, check_replay, forward
+from public_call import check, check_replay, forward, no_waiting
 from torch import Tensor
 
 import flash_mask_cute
@@ -152,14 +152,8 @@ def test_equal_mods_share_a_kernel_and_changed_ones_do_not(monkeypatch: pytest.M
 
 
 def test_a_column_mask_serves_many_calls_and_follows_its_tensor() -> None:
-    case = Case("kept", 2, 255, 300, causal=True, column="stepped1")
-    first, second = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=5)
-    indices = first.column_mask.startend_row_indices.clone()
-    mask = ColumnMask(indices, causal=True, seqlen_q="any")
-    for inputs in (first, first, second, first):
-        indices.copy_(inputs.column_mask.startend_row_indices)
-        out, lse = forward(inputs, startend_row_indices=mask, causal=False)
-        assert_close_to_oracle(out, lse, inputs)
+    for inputs, more in of_one_column_mask("cuda", batch=2, seqlen_q=255, seqlen_k=300):
+        assert_close_to_oracle(*forward(inputs, **more), inputs)
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["ColumnMask", "tensor"])
@@ -221,11 +215,8 @@ def test_any_strides_of_what_masks_read() -> None:
 def test_no_call_waits_for_the_device(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported(), "cuda")
     forward(inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         out, lse = forward(inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_close_to_oracle(out, lse, inputs)
 
 

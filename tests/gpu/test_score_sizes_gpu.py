@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import BF16, FP16, FP32, Case
+from cases import Case
 from eager import assert_close_to_oracle
 from inputs import make_output_gradients
-from score_tables import LOWEST, TABLES, make_tabled
+from score_tables import HOPPER_CASES, LOWEST, PLAIN, TABLES, make_tabled
 from test_functional_gpu import arguments_of, run_and_check_gradients
 from trained_mods import assert_aux_gradients_close
 
@@ -15,19 +17,14 @@ from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
 
-PLAIN = Case("tables", 1, 300, 300, 1, 1, head_dim=64)
 # each with a forward or a backward that goes another way
 CASES = (
     PLAIN,
     Case("tables-long", 1, 1500, 1500, 2, 1),
-    Case("tables-sink-softcap", 2, 300, 300, 2, 2, head_dim=64, softcap=5.0, sink=FP32),
-    Case("tables-d128-fp16", 1, 300, 300, 1, 1, dtype=FP16, sink=BF16),
+    replace(HOPPER_CASES[0], batch=2, heads_q=2, heads_kv=2),
     Case("tables-d256", 1, 150, 300, 2, 1, head_dim=256),
-    Case("tables-mask-d128", 1, 300, 300, 1, 1, mask_mod="causal_offset"),
-    Case("tables-gqa2-packed", 1, 60, 300, 2, 1, head_dim=64, pack_gqa=True),
-    Case("tables-varlen", 0, 0, 0, 1, 1, head_dim=64, lengths_q=(70, 0, 140),
-         lengths_k=(70, 9, 280), causal=True),
-)  # fmt: skip
+    *(HOPPER_CASES[i] for i in (1, 2, 3, 5)),
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

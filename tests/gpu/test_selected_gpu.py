@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from drawn_selections import Drawn, dense_attention, draw, regroup
+from drawn_selections import Drawn, assert_close, dense_attention, draw, regroup
 from drawn_share import Draws
+from oracle import attend_rows
+from public_call import capture, no_waiting
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -60,17 +64,20 @@ def test_draws(seed: int) -> None:
     kind = seed % KINDS
     drawn = draw(seed, HEAD_DIMS[kind % len(HEAD_DIMS)], (4, 8, 16, 32, 64, 128), 600, kind)
     in_bf16 = on_gpu(drawn, torch.bfloat16)
-    exact = [x.double() for x in in_bf16[:3]]
-    wanted = results_of(
-        lambda x: dense_attention(x)[0], in_bf16._replace(q=exact[0], k=exact[1], v=exact[2])
+    check(in_bf16, ({}, {"deterministic": True}), f"seed {seed}")
+
+
+def check(drawn: Drawn, calls: Sequence[dict[str, Any]], name: str) -> None:
+    """At most twice the error of torch in the same dtype, in units of the largest value."""
+    exact = [x.double() for x in drawn[:3]]
+    wanted, eager = (
+        results_of(lambda x: dense_attention(x)[0], x)
+        for x in (drawn._replace(q=exact[0], k=exact[1], v=exact[2]), drawn)
     )
-    eager = results_of(lambda x: dense_attention(x)[0], in_bf16)
-    for more in ({}, {"deterministic": True}):
-        got = results_of(lambda x, more=more: attend(x, **more), in_bf16)
-        for name, *of in zip(("out", "dq", "dk", "dv"), got, wanted, eager, strict=True):
-            unit = of[1].abs().amax().item() * 2.0**-8
-            worst, of_eager = ((x.double() - of[1]).abs().amax().item() for x in (of[0], of[2]))
-            assert worst <= 2 * of_eager + unit, f"seed {seed}: {name} {worst} {of_eager}"
+    for more in calls:
+        got = results_of(partial(attend, **more), drawn)
+        for what, *of in zip(("out", "dq", "dk", "dv"), got, wanted, eager, strict=True):
+            assert_close(*of, f"{name}: {what}")
 
 
 @pytest.mark.shares(2)
@@ -95,17 +102,7 @@ def test_draws(seed: int) -> None:
 def test_draws_by_query_lists(group: int, head_dim: int, block: int, seed: int) -> None:
     """Groups and blocks that a backward takes as query lists."""
     regrouped = regroup(draw(1000 + seed, 8, (128,), 900), group, head_dim, block)
-    drawn = on_gpu(regrouped, torch.bfloat16)
-    exact = [x.double() for x in drawn[:3]]
-    wanted = results_of(
-        lambda x: dense_attention(x)[0], drawn._replace(q=exact[0], k=exact[1], v=exact[2])
-    )
-    eager = results_of(lambda x: dense_attention(x)[0], drawn)
-    got = results_of(attend, drawn)
-    for name, *of in zip(("out", "dq", "dk", "dv"), got, wanted, eager, strict=True):
-        unit = of[1].abs().amax().item() * 2.0**-8
-        worst, of_eager = ((x.double() - of[1]).abs().amax().item() for x in (of[0], of[2]))
-        assert worst <= 2 * of_eager + unit, f"{name} {worst} {of_eager}"
+    check(on_gpu(regrouped, torch.bfloat16), ({},), f"seed {seed}")
 
 
 @pytest.mark.parametrize("has_mod", [False, True])
@@ -116,14 +113,23 @@ def test_query_lists_of_a_long_sequence(has_mod: bool) -> None:
     more: dict[str, Any] = {"causal": True, "block_sparse_tensors": SelectedBlocks(selection, 128)}
     if has_mod:
         more["mask_mod"] = lambda b, h, i, j: (i - j) % 64 != 1
-    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    assert_as_by_bits(partial(flash_attn_func, **more), (q, k, v), runs=3)
 
-    def gradients(**config: Any) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        return list(torch.autograd.grad(flash_attn_func(*leaves, **more, **config), leaves, dout))
+
+def assert_as_by_bits(
+    attend: Callable[..., Any], qkv: tuple[Tensor, ...], learned: tuple[Tensor, ...] = (),
+    runs: int = 1,
+) -> None:  # fmt: skip
+    """Gradients by query lists, also of what is learned, are those by bits."""
+    seed = torch.Generator().manual_seed(1)
+    dout = torch.randn(qkv[0].shape, generator=seed).bfloat16().cuda()
+
+    def gradients(**config: Any) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        return torch.autograd.grad(attend(*leaves, **config), [*leaves, *learned], dout)
 
     by_bits = gradients(config=(None, BwdConfig(skip_blocks=True)))
-    for _ in range(3):
+    for _ in range(runs):
         for x, y in zip(gradients(), by_bits, strict=True):
             assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm()
 
@@ -133,23 +139,12 @@ def test_mods_by_head_with_gradients(heads: tuple[int, int]) -> None:
     """By query lists as by bits: a mask_mod and a score_mod that use heads, a learned tensor."""
     q, k, v, selection = family(2048, heads)
     slopes = torch.rand(heads[0], device="cuda", requires_grad=True)
-    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
-
-    def gradients(**config: Any) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = flash_attn_func(
-            *leaves,
-            causal=True,
-            block_sparse_tensors=SelectedBlocks(selection, 128),
-            mask_mod=lambda b, h, i, j: (i + j) % 7 != h,
-            score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j) * 0.01,
-            **config,
-        )
-        return list(torch.autograd.grad(out, [*leaves, slopes], dout))
-
-    by_bits = gradients(config=(None, BwdConfig(skip_blocks=True)))
-    for x, y in zip(gradients(), by_bits, strict=True):
-        assert (x.float() - y.float()).norm() <= 1e-2 * y.float().norm()
+    attend = partial(
+        flash_attn_func, causal=True, block_sparse_tensors=SelectedBlocks(selection, 128),
+        mask_mod=lambda b, h, i, j: (i + j) % 7 != h,
+        score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j) * 0.01,
+    )  # fmt: skip
+    assert_as_by_bits(attend, (q, k, v), (slopes,))
 
 
 @pytest.mark.parametrize(("heads", "block"), [((16, 1), 128), ((16, 1), 64), ((8, 8), 512)])
@@ -221,13 +216,10 @@ def test_no_synchronization_and_no_compilation_for_other_contents() -> None:
 
     step(selection, 1024)
     before = compile_count()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step(selection.flip(2), 1024)
         step(selection[..., :3], 1024)
         step(selection, 640)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert compile_count() == before
 
 
@@ -238,11 +230,7 @@ def test_a_graph_reads_the_choice_anew() -> None:
     def run() -> Tensor:
         return flash_attn_func(q, k, v, causal=True, block_sparse_tensors=chosen)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = capture(run)
     for seed in range(3):
         torch.manual_seed(seed)
         selection.copy_(torch.randint(-1, 9, selection.shape, device="cuda"))
@@ -320,11 +308,7 @@ def test_a_decoding_graph_reads_lengths_and_choices_anew(queries: int) -> None:
     def exact(x: Tensor) -> Tensor:
         return x.cpu().double() if x.is_floating_point() else x.cpu()
 
-    step(pool)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(pool)
+    graph, out = capture(lambda: step(pool))
     for seed in range(4):
         torch.manual_seed(seed)
         lengths.copy_(torch.randint(0, 380, (2,)))
@@ -349,7 +333,5 @@ def test_heads_that_share_a_tile_share_a_mask_mod(block: int) -> None:
     )
     chosen = (selection[0, 0, :, :, None] == j // block).any(1)
     visible = chosen & (j <= i) & ((i - j) % 64 != 1)
-    scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * 128**-0.5
-    probs = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
-    wanted = torch.einsum("hqk,kd->qhd", probs, v[0, :, 0].double())
+    wanted = attend_rows(q[0], k[0], v[0], visible).out
     assert (out[0].double() - wanted).abs().amax() < 2e-2

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cache_calls import CacheCall, draw_call
 from placed_attention import Draw
+from public_call import capture, no_waiting
 from torch import Tensor
 
 from flash_mask_cute import (
@@ -161,11 +162,7 @@ class Decoding:
 @pytest.mark.parametrize("is_placed", [False, True])
 def test_one_graph_for_every_length(is_placed: bool) -> None:
     x = Decoding(3, 30, 16, is_placed=is_placed)
-    x.step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = x.step()
+    graph, out = capture(x.step)
     for step in range(200):
         lengths = torch.tensor([step * 2, 479 - step, (step * 37) % 480], dtype=INT)
         x.seqlens.copy_(torch.maximum(lengths, x.padding.cpu()))
@@ -192,11 +189,8 @@ def test_nothing_is_compiled_and_nobody_waits() -> None:
     cases += [Decoding(batch, pages, 16, batch, True) for batch, pages in ((5, 3), (1, 90))]
     torch.cuda.synchronize()
     count = compile_count()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         outs = [case.step() for case in cases]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert compile_count() == count
     for case, out in zip(cases, outs, strict=True):
         torch.testing.assert_close(out.double(), case.expected(), atol=0.02, rtol=0.02)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from public_call import capture
 from shared_keys_on_devices import (  # noqa: F401
     test_backward,
     test_backward_in_order,
@@ -57,13 +58,7 @@ def test_a_graph_of_forward_and_backward() -> None:
         )
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = capture(step, torch.cuda.Stream())
     others: list[Any] = [([0, 1100, 2000], [1900, 0]), ([0, 0, 2000], [5, 1000])]
     for ends, positions in others:
         starts.copy_(torch.tensor(ends, dtype=INT))

@@ -8,6 +8,7 @@ from cases import Case
 from eager import assert_close_to_oracle
 from inputs import make_inputs
 from oracle import reference_attention
+from public_call import capture, no_waiting
 from score_tables import TABLES, make_tabled
 from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase, take_chunks
 
@@ -58,11 +59,7 @@ def test_one_graph_for_every_length(num_splits: int) -> None:
         call = inputs.keywords | {"num_splits": num_splits}
         return _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **call)[0]
 
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
+    graph, out = capture(attend)
     for step in range(200):
         lengths = [step * 20 + 1, 4000 - step * 20, step * 7]
         used.copy_(torch.tensor(lengths, dtype=torch.int32))
@@ -79,8 +76,5 @@ def test_nothing_waits_for_the_device(num_splits: int) -> None:
     call = inputs.keywords | {"num_splits": num_splits}
     _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **call)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         _flash_attn_fwd(inputs.q, inputs.k, inputs.v, **call)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import band, dense_attention, packed_attention
+from public_call import capture
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -147,14 +148,7 @@ def test_a_training_step_in_a_graph() -> None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out, *torch.autograd.grad(out.float().sin().sum(), (q, k, v))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = capture(step, torch.cuda.Stream())
     with torch.no_grad():
         for x in (q, k, v):
             x.copy_(torch.randn_like(x))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import Case
 from inputs import make_inputs
-from public_call import check_replay, forward
+from public_call import capture, check_replay, forward
 from test_functional_gpu import arguments_of, check
 from wide_cases import TRAINED_WIDE_CASES
 from wide_heads_on_devices import (  # noqa: F401
@@ -29,10 +29,7 @@ test_against_oracle, test_decoding = map(
 def test_graph_replays_on_new_inputs(head_dim: int) -> None:
     case = Case("graph", 2, 300, 500, 4, 2, head_dim, causal=True)
     inputs = make_inputs(case, CUDA)
-    forward(inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = forward(inputs)
+    graph, results = capture(lambda: forward(inputs))
     check_replay(graph, inputs, results, make_inputs(case, CUDA, 1))
 
 

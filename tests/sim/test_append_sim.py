@@ -32,7 +32,8 @@ def append_of(call: CacheCall) -> Append:
 
 
 def queries(q: Tensor, call: CacheCall) -> Tensor:
-    return torch.cat(call.queries) if q.dim() == 3 else torch.stack(call.queries)
+    rotated = [x for x, _, _ in call.sequences]
+    return torch.cat(rotated) if q.dim() == 3 else torch.stack(rotated)
 
 
 @pytest.mark.parametrize("seed", (0, 1, 2, 5))
@@ -50,7 +51,7 @@ def test_random_calls(simulator: ModuleType, seed: int) -> None:
             q, total = append(given, Target(ARCH, num_sms=2))
         call.assert_written(given.k_cache, given.v_cache, atol=2e-3)
         assert torch.allclose(q, queries(q, call), atol=4e-3), call.name
-        assert total.tolist() == [len(keys) for keys in call.keys], call.name
+        assert total.tolist() == [len(keys) for _, keys, _ in call.sequences], call.name
 
 
 @pytest.mark.daily(1)

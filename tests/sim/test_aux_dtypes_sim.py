@@ -7,7 +7,7 @@ from types import ModuleType
 import aux_dtypes
 import pytest
 import torch
-from aux_dtypes import CASES, make_all_dtypes, plain_inputs, visible_of
+from aux_dtypes import CASES, make_all_dtypes, plain_inputs
 from cases import Case
 from conftest import ACTIVE_ARCH
 from inputs import make_output_gradients
@@ -51,15 +51,9 @@ def test_block_lists(simulator: ModuleType) -> None:
     from flash_mask_cute.mask_prep.block_scan import ScanProblem
 
     aux = tuple(plain_inputs(CASES[0]).keywords["aux_tensors"])
-    blocks = visible_of(list(aux), 200, 300).view(4, 50, 5, 60).sum(dim=(1, 3))
     made = [torch.empty(x, dtype=torch.int32) for x in ((1, 1, 4), (1, 1, 4, 5)) * 2]
     problem = ScanProblem("sm_90a", ScanProblem.describe_aux(aux))
-    lists = BlockSparseTensorsTorch(*made, block_size=(50, 60))
+    lists = BlockSparseTensorsTorch(*made, block_size=aux_dtypes.BLOCK_SIZE)
     with quiet_run(simulator, launches=1):
         run_scan(aux_dtypes.mask_mod, problem, lists, (200, 300), aux)
-    partial, full = (blocks > 0) & (blocks < 3000), blocks == 3000
-    for cnt, idx, listed in ((made[0], made[1], partial), (made[2], made[3], full)):
-        assert torch.equal(cnt[0, 0], listed.sum(1).int())
-        for row in range(4):
-            expected = listed[row].nonzero().flatten().int()
-            assert torch.equal(idx[0, 0, row, : len(expected)], expected)
+    aux_dtypes.assert_block_lists(lists, list(aux))

@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from cases import Case
 from conftest import ACTIVE_ARCH, SMS
 from drawn_learned import draw_learned
@@ -40,10 +39,7 @@ def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any)
     given = make_trained(case, name)
     dout, dlse = make_output_gradients(given.inputs)
     for seed in seeds:
-        daux = [
-            torch.full_like(x, float("nan")) if i in given.wants_aux else None
-            for i, x in enumerate(given.aux_tensors)
-        ]
+        daux = given.new_daux()
         run_sim(simulator, given.inputs, (seed,), daux=daux, **more)
         trained = [x for x in daux if x is not None]
         assert_aux_gradients_close(trained, given, dout, None if seed is None else dlse)
@@ -81,10 +77,7 @@ def test_drawn(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, number: i
         out, lse = prepared_fwd(plan)(call.tensors, call.masks)
     assert_close_to_oracle(out, lse, given.inputs)
     dout, dlse = make_output_gradients(given.inputs)
-    daux = [
-        torch.full_like(x, float("nan")) if i in given.wants_aux else None
-        for i, x in enumerate(given.aux_tensors)
-    ]
+    daux = given.new_daux()
     in_order = ACTIVE_ARCH == "sm_90a" and seed % 2 == 0
     with quiet_run(simulator, 1):
         grads = launch_on_simulator(given.inputs, dout, dlse, daux=daux, deterministic=in_order)

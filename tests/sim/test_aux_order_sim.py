@@ -37,19 +37,12 @@ cases = pytest.mark.parametrize(
 )
 
 
-def new_daux(given: TrainedInputs) -> list[torch.Tensor | None]:
-    return [
-        torch.full_like(x, float("nan")) if i in given.wants_aux else None
-        for i, x in enumerate(given.aux_tensors)
-    ]
-
-
 @cases
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     given = make_trained(case, name)
     dout, dlse = make_output_gradients(given.inputs)
     for seed in DELAY_SEEDS:
-        daux = new_daux(given)
+        daux = given.new_daux()
         run_sim(simulator, given.inputs, (seed,), daux=daux, deterministic=True)
         trained = [x for x in daux if x is not None]
         assert_aux_gradients_close(trained, given, dout, None if seed is None else dlse)
@@ -102,7 +95,7 @@ def ordered_gradients(
 ) -> list[torch.Tensor]:
     """Of the trained tensors."""
     dout, _ = make_output_gradients(given.inputs)
-    daux = new_daux(given)
+    daux = given.new_daux()
     with quiet_run(simulator, seed):
         launch_on_simulator(given.inputs, dout, daux=daux, deterministic=True, **more)
     return [x for x in daux if x is not None]

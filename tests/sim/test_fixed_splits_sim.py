@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import cutlass
 import pytest
 import torch
-from cases import BF16, FP16, FP32, Case
+from cases import FP16, Case
 from inputs import make_inputs
 from oracle import reference_attention
 from planned import forward_call, planned
 from quiet_runs import quiet_run
+from row_results import Results, distance_by, sees_some
 from simulated_forward import run_sim
-from split_cases import SplitCase
+from split_cases import PACKED, RAGGED, SPLIT_CASES, SplitCase
 from torch import Tensor
 
 from flash_mask_cute.call import prepare
@@ -40,39 +41,19 @@ LENGTHS = (1100, 700, 513, 1, 512)
 CHUNKS = ((100, 333), (600, 1100), (1000, 1025))
 
 
-def checks(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return (k <= q) & ((k % 5 != 2) | (q % 3 == 0))
-
-
-def distance(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score - (q - k).to(cutlass.Float32) * 0.01
-
-
 def some_far(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     """Rows whose largest score is near 0, beside rows whose largest one is far from it."""
     return score + (q % 3).to(cutlass.Float32) * (-1e7)
 
 
 ORACLE_CASES = (
-    SplitCase(
-        Case(
-            "ragged", 5, 2, 700, 4, 1, head_dim=64, causal=True, seqused_k=(700, 0, 130, 1, 513),
-            sink=FP32,
-        )
-    ),
-    SplitCase(
-        Case(
-            "packed", heads_q=4, heads_kv=1, lengths_q=(1, 70, 0, 3), lengths_k=(600, 513, 9, 0),
-            causal=True, head_dim=64, sink=BF16, seqused_q=(1, 65, 0, 2),
-        )
-    ),
+    SplitCase(RAGGED),
+    SplitCase(PACKED),
     SplitCase(Case("chunk-group7", 1, 150, 1100, 7, 1, causal=True, dtype=FP16), sms=3),
-    SplitCase(Case("window", 2, 3, 900, 2, 2, window_left=600, window_right=2)),
-    SplitCase(Case("lists", 1, 200, 1024, 2, 2, blocks=(128, 128), causal=True)),
+    *(x for x in SPLIT_CASES if x.id in ("window-shares7", "lists-shares7", "mask_mod-shares7")),
     SplitCase(Case("columns", 1, 700, 700, 1, 1, column="documents1", causal=True), sms=2),
     SplitCase(Case("score_mod", 1, 200, 700, 4, 2, score_mod="alibi", causal=True), sms=2),
-    SplitCase(Case("mask_mod", 1, 4, 700, 4, 2, mask_mod="causal_offset")),
-)  # fmt: skip
+)
 
 
 class Rows(NamedTuple):
@@ -130,27 +111,6 @@ class Rows(NamedTuple):
         return self.run(q, *pools, seqused_k=lengths, q_start="end", **more)
 
 
-class Results(NamedTuple):
-    out: Tensor
-    lse: Tensor
-    kind: str
-
-    def rows(self, first: int, end: int) -> Results:
-        return Results(self.out[:, first:end], self.lse[..., first:end], self.kind)
-
-    def entry(self, batch_idx: int) -> Results:
-        return Results(self.out[batch_idx : batch_idx + 1], self.lse[batch_idx : batch_idx + 1], "")
-
-    def has_bits_of(self, other: Results) -> bool:
-        return all(
-            torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
-            for kind, a, b in (
-                (torch.int16, self.out, other.out),
-                (torch.int32, self.lse, other.lse),
-            )
-        )
-
-
 def unlike(whole: Results, rows: Rows, **of_decoding: Any) -> list[str]:
     """The ways to compute rows whose bits differ from those of the whole forward."""
     parts = {f"rows {a}:{b}": (whole.rows(a, b), rows.part(a, b)) for a, b in CHUNKS}
@@ -168,8 +128,8 @@ CASES: dict[str, Callable[[], Rows]] = {
     "d128-window-sink-group8": lambda: Rows.create(
         (128, 128), 8, window_size_left=700, has_sink=True
     ),
-    "d128-mask_mod": lambda: Rows.create((128, 128), 1, mask_mod=checks, causal=False),
-    "d128-score_mod": lambda: Rows.create((128, 128), 2, score_mod=distance),
+    "d128-mask_mod": lambda: Rows.create((128, 128), 1, mask_mod=sees_some, causal=False),
+    "d128-score_mod": lambda: Rows.create((128, 128), 2, score_mod=distance_by(0.01)),
     "d192": lambda: Rows.create((192, 128), 1, softcap=9.0),
     "d256-group3": lambda: Rows.create((256, 256), 3, has_sink=True),
 }
@@ -268,7 +228,7 @@ def test_planted_tiles_are_found(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, compiled_anew: None
 ) -> None:
     """Of a score_mod, rows of prefill then have tiles of 96 keys, and those of decoding of 128."""
-    rows = Rows.create((64, 64), 1, score_mod=distance)
+    rows = Rows.create((64, 64), 1, score_mod=distance_by(0.01))
     monkeypatch.setattr(FwdRow, "is_general", True)
     with quiet_run(simulator):
         assert unlike(rows.whole(), rows)

@@ -78,18 +78,11 @@ ALL_CASES = (
     Case("d104-dv112", 1, 70, 130, 1, 1, head_dim=104, head_dim_v=112),
     Case("d80-gqa2-causal-300x300", 1, 300, 300, 2, 1, head_dim=80, causal=True),
     Case("d96-window-300x400", 1, 300, 400, 1, 1, head_dim=96, window_left=70, window_right=9),
-    Case(
-        "d72-varlen",
-        lengths_q=(63, 0, 129, 1),
-        lengths_k=(163, 9, 129, 0),
-        heads_q=1,
-        heads_kv=1,
-        head_dim=72,
-        causal=True,
-    ),
+    Case("d72-varlen", lengths_q=(63, 0, 129, 1), lengths_k=(163, 9, 129, 0), heads_q=1, heads_kv=1,
+         head_dim=72, causal=True),
     Case("d96-softcap-200x130", 1, 200, 130, 1, 1, head_dim=96, softcap=15.0),
     Case("d88-dv160-70x200", 1, 70, 200, 1, 1, head_dim=88, head_dim_v=160),
-)
+)  # fmt: skip
 BLACKWELL_CASES = (
     Case("dense-d64-300x300", 1, 300, 300, 2, 2, head_dim=64),
     Case("dense-d96-fp16-200x260", 1, 200, 260, 1, 1, head_dim=96, dtype=FP16),

@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
-import torch
 from cases import Case
 from inputs import make_inputs, make_output_gradients
 from simulated_backward import run_sim
 from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
-from unseen_memory import NAN
 
 ARCH = "sm_100a"
 
@@ -36,10 +34,7 @@ def test_gradients_of_aux_tensors(simulator: ModuleType, case: Case, name: str) 
     """Beside dq, dk, dv."""
     given = make_trained(case, name)
     dout, dlse = make_output_gradients(given.inputs)
-    daux = [
-        torch.full_like(x, NAN) if i in given.wants_aux else None
-        for i, x in enumerate(given.aux_tensors)
-    ]
+    daux = given.new_daux()
     run_sim(simulator, given.inputs, (1,), daux=daux)
     trained = [x for x in daux if x is not None]
     assert_aux_gradients_close(trained, given, dout, dlse)

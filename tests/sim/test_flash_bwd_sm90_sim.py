@@ -19,7 +19,7 @@ from cases import (
     Case,
 )
 from eager import assert_gradients_close
-from inputs import make_inputs, make_output_gradients
+from inputs import make_inputs, make_output_gradients, of_one_column_mask
 from oracle import reference_gradients
 from recording import calls_of
 from simulated_backward import (
@@ -30,8 +30,7 @@ from simulated_backward import (
 )
 from unseen_memory import (
     NAN,
-    padded_documents,
-    with_empty,
+    check_padded_documents,
     with_unused_gradients,
 )
 
@@ -48,34 +47,19 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
         (Case("gqa4-65x255", 1, 65, 255, 4, 1, causal=True), 4, {}),
         (Case("gqa4-d64-dv72", 2, 65, 140, 8, 2, head_dim=64, head_dim_v=72), 2, {}),
         (Case("gqa6-d64", 1, 130, 140, 6, 1, head_dim=64), 3, {"deterministic": True}),
-        (
-            Case("gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 0, 99), lengths_k=(0, 9, 270)),
-            2,
-            {"deterministic": True},
-        ),
+        (Case("gqa2-varlen", 0, 0, 0, 4, 2, lengths_q=(65, 0, 99), lengths_k=(0, 9, 270)), 2,
+         {"deterministic": True}),
         (Case("gqa2-seqused", 2, 65, 140, 2, 1, seqused_q=(65, 0), seqused_k=(9, 140)), 2, {}),
         (Case("gqa2-mask-bits", 1, 65, 140, 4, 2, mask_mod="checks"), 2, {"launches": 5}),
-        (
-            Case(
-                "gqa4-bias", 1, 65, 140, 4, 1, head_dim=96, score_mod="head_bias", column="stepped2"
-            ),
-            2,
-            {},
-        ),
+        (Case("gqa4-bias", 1, 65, 140, 4, 1, head_dim=96, score_mod="head_bias", column="stepped2"),
+         2, {}),
         # columns shared by warpgroups, and pairs of CTAs
         (Case("gqa2-d160", 1, 65, 140, 2, 1, head_dim=160, causal=True), 2, {}),
         (Case("gqa4-d256", 1, 65, 300, 4, 1, head_dim=256, causal=True), 4, {}),
         (Case("gqa2-d256", 1, 65, 140, 2, 1, head_dim=256), 2, {"deterministic": True}),
         (
-            Case(
-                "gqa4-d192-dv128-varlen",
-                *(0, 0, 0, 4, 2),
-                head_dim=192,
-                head_dim_v=128,
-                causal=True,
-                lengths_q=(65, 0, 99),
-                lengths_k=(0, 9, 270),
-            ),
+            Case("gqa4-d192-dv128-varlen", *(0, 0, 0, 4, 2), head_dim=192, head_dim_v=128,
+                 causal=True, lengths_q=(65, 0, 99), lengths_k=(0, 9, 270)),
             2,
             {},
         ),
@@ -86,7 +70,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
         (Case("d192-dv128", 1, 65, 140, 4, 1, head_dim=192, head_dim_v=128, window_left=30), 4, {}),
     ],
     ids=lambda x: x.id if isinstance(x, Case) else None,
-)
+)  # fmt: skip
 def test_split_groups(simulator: ModuleType, case: Case, splits: int, more: dict[str, Any]) -> None:
     """Several CTAs with the same keys; a kernel more, which adds dK and dV."""
     config = {"group_splits": splits}
@@ -128,18 +112,10 @@ def test_documents_of_a_mask(
 def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As packed sequences, by autograd; the forward is the CPU's."""
     packed = calls_of(PackedBackward, monkeypatch)
-    hostile = with_empty(padded_documents(), NAN)
-    given = hostile.inputs
     monkeypatch.setattr(interface, "backward", run_on_simulator)
-    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
-    out = functional.flash_attn_func(*leaves, **given.mask_keywords, causal=True)
     simulator.OPTIONS["delay"] = 1
-    gradients = torch.autograd.grad(out, leaves, hostile.dout)
+    check_padded_documents(functional.flash_attn_func)
     assert len(packed) == 1
-    dlse = torch.zeros_like(hostile.dlse)
-    hostile._replace(dlse=dlse, clean_dlse=dlse).assert_close(
-        dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    )
 
 
 @pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
@@ -407,10 +383,6 @@ def test_wide_heads_without_pairs_of_ctas(simulator: ModuleType) -> None:
 
 def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
     """Its bounds are kept, and follow the tensor when it changes."""
-    case = Case("kept", 1, 129, 200, 1, 1, causal=True, column="stepped1")
-    first, second = make_inputs(case), make_inputs(case, seed=5)
-    indices = first.column_mask.startend_row_indices.clone()
-    mask = ColumnMask(indices, causal=True, seqlen_q="any")
-    for inputs in (first, second):
-        indices.copy_(inputs.column_mask.startend_row_indices)
-        run_sim(simulator, inputs, seeds=(None,), causal=False, startend_row_indices=mask)
+    shape = {"batch": 1, "seqlen_q": 129, "seqlen_k": 200, "heads_q": 1, "heads_kv": 1}
+    for inputs, more in of_one_column_mask(**shape):
+        run_sim(simulator, inputs, seeds=(None,), **more)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
-import torch
 from cases import FP16, Case
 from drawn_blackwell import WIDE
 from inputs import make_inputs, make_output_gradients
 from simulated_backward import run_sim
 from trained_mods import assert_aux_gradients_close, make_trained
-from unseen_memory import NAN
 
 ARCH = "sm_100a"
 
@@ -34,10 +32,7 @@ def test_two_launches_make_the_gradients_of_one(simulator: ModuleType) -> None:
     case = Case("two", 1, 70, 140, 2, 1, head_dim=256, dtype=FP16)
     given = make_trained(case, "slopes")
     dout, dlse = make_output_gradients(given.inputs)
-    daux = [
-        torch.full_like(x, NAN) if i in given.wants_aux else None
-        for i, x in enumerate(given.aux_tensors)
-    ]
+    daux = given.new_daux()
     run_sim(simulator, given.inputs, (1,), daux=daux)
     trained = [x for x in daux if x is not None]
     assert_aux_gradients_close(trained, given, dout, dlse)

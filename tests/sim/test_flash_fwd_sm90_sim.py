@@ -20,7 +20,7 @@ from cases import (
     Case,
 )
 from eager import assert_close_to_oracle
-from inputs import Inputs, make_growing_inputs, make_inputs
+from inputs import Inputs, make_growing_inputs, make_inputs, of_one_column_mask
 from mask_cases import Extents, MaskRecipe, ScoreRecipe
 from recording import calls_of
 from simulated_forward import DELAY_SEEDS, launch_on_simulator, run_sim
@@ -152,13 +152,9 @@ def test_a_warpgroup_computes_what_its_rows_see(
 
 def test_one_column_mask_for_many_calls(simulator: ModuleType) -> None:
     """Its bounds are kept, and follow the tensor when it changes."""
-    case = Case("kept", 1, 129, 200, 1, 1, causal=True, column="stepped1")
-    first, second = make_inputs(case), make_inputs(case, seed=5)
-    indices = first.column_mask.startend_row_indices.clone()
-    mask = ColumnMask(indices, causal=True, seqlen_q="any")
-    for inputs in (first, first, second):
-        indices.copy_(inputs.column_mask.startend_row_indices)
-        run_sim(simulator, inputs, seeds=(None,), causal=False, startend_row_indices=mask)
+    shape = {"batch": 1, "seqlen_q": 129, "seqlen_k": 200, "heads_q": 1, "heads_kv": 1}
+    for inputs, more in of_one_column_mask(**shape):
+        run_sim(simulator, inputs, seeds=(None,), **more)
 
 
 def test_a_mask_mod_that_is_asked_for_wide_heads(simulator: ModuleType) -> None:

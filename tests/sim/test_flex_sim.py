@@ -91,12 +91,7 @@ def test_forward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
 def test_backward(simulator: ModuleType, case: Case, row: CatalogueMod) -> None:
     """With the gradients of what is trained."""
     given = make_flex(case, row)
-    more: dict[str, Any] = {}
-    if given.wants_aux:
-        more["daux"] = [
-            torch.full_like(x, float("nan")) if i in given.wants_aux else None
-            for i, x in enumerate(given.aux_tensors)
-        ]
+    more: dict[str, Any] = {"daux": given.new_daux()} if given.wants_aux else {}
     simulated_backward.run_sim(simulator, given.inputs, (1,), **more)
     if given.wants_aux:
         dout, dlse = make_output_gradients(given.inputs)

@@ -15,7 +15,7 @@ from eager import assert_gradients_close, lse_tolerance
 from inputs import Inputs, make_output_gradients
 from planned import call_of
 from quiet_runs import quiet_run
-from score_tables import TABLES, make_tabled
+from score_tables import HOPPER_CASES, PLAIN, TABLES, make_tabled
 from simulated_backward import launch
 from simulated_forward import launch_on_simulator, run_on_simulator, run_sim
 from split_cases import TABLED_CASES, SplitCase, take_chunks
@@ -26,23 +26,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
 
 ARCH = ACTIVE_ARCH
 hopper_only = pytest.mark.skipif(ARCH != HOPPER, reason="of a kernel that is for Hopper only")
-PLAIN = Case("tables", 1, 300, 300, 1, 1, head_dim=64)
 SOME = ("causal-fp32", "ascending", "descending", "extremes", "offsets", "hidden")
-# Each has a kernel that goes another way: three warpgroups or two, with registers for the scores
-# beside the probabilities or without, cut blocks that are passed over, packed heads, sequences.
-HOPPER_CASES = (
-    Case("tables-sink-softcap", 1, 300, 300, 1, 1, head_dim=64, softcap=5.0, sink=FP32),
-    Case("tables-d128-fp16", 1, 300, 300, 1, 1, dtype=FP16, sink=BF16),
-    Case("tables-mask-d128", 1, 300, 300, 1, 1, mask_mod="causal_offset"),
-    Case("tables-gqa2-packed", 1, 60, 300, 2, 1, head_dim=64, pack_gqa=True),
-    Case("tables-window", 1, 300, 300, 1, 1, head_dim=64, window_left=200, window_right=40),
-    Case(
-        "tables-varlen", 0, 0, 0, 1, 1, head_dim=64, lengths_q=(70, 0, 140), lengths_k=(70, 9, 280),
-        causal=True,
-    ),
-)  # fmt: skip
-
-
 BLACKWELL_CASES = (
     Case("tables-sink-softcap-fp16", 1, 300, 300, 1, 1, head_dim=64, softcap=5.0, sink=FP32,
          dtype=FP16),
@@ -123,10 +107,7 @@ def check_both_ways(simulator: ModuleType, given: TrainedInputs, seed: int | Non
     keywords = inputs.bwd_keywords
     sink = keywords["learnable_sink"]
     dsink = None if sink is None else torch.empty_like(sink)
-    daux = [
-        torch.empty_like(x) if i in given.wants_aux else None
-        for i, x in enumerate(given.aux_tensors)
-    ]
+    daux = given.new_daux()
     more = {"lse_low": lse_low, "dlse": dlse, "dsink": dsink, "daux": daux}
     if not given.wants_aux:
         more.pop("daux")

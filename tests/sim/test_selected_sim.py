@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import ACTIVE_ARCH
-from drawn_selections import Drawn, dense_attention, dense_selection, draw, draw_selection
+from drawn_selections import (
+    Drawn,
+    assert_close,
+    dense_attention,
+    dense_selection,
+    draw,
+    draw_selection,
+)
 from planned import backward_call, forward_call
 from quiet_runs import quiet_run
 from simulated_backward import run_on_simulator as run_backward
@@ -50,13 +57,6 @@ def host_keywords(drawn: Drawn) -> dict[str, Any]:
     found = dict(drawn.keywords)
     left, _ = found.pop("window_size", (None, None))
     return found | {"window_size_left": left, "block_sparse_tensors_torch": drawn.selected}
-
-
-def assert_close(got: Tensor, wanted: Tensor, eager: Tensor, name: str) -> None:
-    """At most twice the error of torch in the same dtype, in units of the largest value."""
-    unit = wanted.abs().amax().item() * 2.0**-8
-    worst, of_eager = ((x.double() - wanted).abs().amax().item() for x in (got, eager))
-    assert worst <= 2 * of_eager + unit, f"{name}: {worst}, of eager {of_eager}"
 
 
 def check_forward(drawn: Drawn, delay: int | None, **more: Any) -> tuple[Tensor, Tensor]:

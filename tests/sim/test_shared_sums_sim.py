@@ -34,10 +34,7 @@ def gradients(
     # asked for, so that many short sequences do not have a kernel of their own
     more = {"config": {"tile_m": 64}} | more
     dout, dlse = make_output_gradients(given.inputs)
-    daux = [
-        torch.full_like(x, float("nan")) if i in given.wants_aux else None
-        for i, x in enumerate(given.aux_tensors)
-    ]
+    daux = given.new_daux()
     with quiet_run(simulator, seed):
         given_dlse = None if seed is None else dlse
         launch_on_simulator(given.inputs, dout, given_dlse, daux=daux, **more)

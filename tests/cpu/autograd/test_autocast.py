@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP16, FP32, FP64
-from functional_calls import int32, qkv, rows_below
+from cases import BF16, FP16, FP32, FP64, int32
+from functional_calls import qkv, rows_below
 from planned import arguments_of
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -11,6 +11,7 @@ from typing import Any
 import cutlass
 import pytest
 import torch
+from cases import int32
 from launch_recorder import Recorder
 from torch import Tensor
 from ways import AnyMode
@@ -19,10 +20,6 @@ from flash_mask_cute import flash_attn_func, flash_attn_varlen_func, interface
 
 SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
 FP8 = torch.float8_e4m3fn
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def qkv(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, Any]:

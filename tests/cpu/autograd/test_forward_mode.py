@@ -320,22 +320,13 @@ SELECTED = SelectedBlocks(torch.zeros(1, 2, 32, 1, dtype=torch.int32), 64)
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "score_mod": (flash_attn_func, {"score_mod": _double}, "with score_mod, got a function"),
     "softcap": (flash_attn_func, {"softcap": 2.0}, r"with softcap, got 2\.0"),
-    "selected": (
-        flash_attn_func,
-        {"block_sparse_tensors": SELECTED},
-        "with SelectedBlocks, got",
-    ),
-    "pages": (
-        flash_attn_varlen_func,
-        {"page_table": PAGES, "seqused_k": torch.tensor([9], dtype=torch.int32)},
-        "with page_table, got",
-    ),
-    "causal": (
-        flash_attn_varlen_func,
-        {"causal": torch.ones(1, dtype=torch.int32)},
-        "with causal as a tensor, got",
-    ),
-}
+    "selected": (flash_attn_func, {"block_sparse_tensors": SELECTED}, "with SelectedBlocks, got"),
+    "pages": (flash_attn_varlen_func,
+              {"page_table": PAGES, "seqused_k": torch.tensor([9], dtype=torch.int32)},
+              "with page_table, got"),
+    "causal": (flash_attn_varlen_func, {"causal": torch.ones(1, dtype=torch.int32)},
+               "with causal as a tensor, got"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FP64, Case
+from cases import FP64, Case, int32
 from functional_calls import (
     FEATURES,
     OPERATORS,
@@ -15,7 +15,6 @@ from functional_calls import (
     by_id,
     eager_results,
     inputs_of,
-    int32,
     qkv,
     rows_below,
     run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cases import int32
 from planned import forward_call
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -17,10 +18,6 @@ LENGTHS_Q, LENGTHS_K = (0, 9, 24), (5, 45, 60)
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def dense() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cache_calls import draw_call
+from cases import int32
 from on_cuda import OnCuda
 from torch import Tensor
 
@@ -16,10 +17,6 @@ from flash_mask_cute.call.append import Append, check_append
 
 INT = torch.int32
 ROWS, DIM = 32, 16
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=INT)
 
 
 def normal(*shape: int) -> Tensor:

@@ -75,18 +75,12 @@ def plan_of(
         ({"seqlen_k_per_split": 511}, ValueError, "seqlen_k_per_split.*at least 512, got 511"),
         ({"seqlen_k_per_split": 0}, ValueError, "seqlen_k_per_split.*at least 512, got 0"),
         ({"seqlen_k_per_split": -4096}, ValueError, "seqlen_k_per_split.*got -4096"),
-        (
-            {"seqlen_k_per_split": 512, "num_splits": 2},
-            ValueError,
-            "num_splits must be 0 or at least 3 .*seqlen_k_per_split=512.* 1100 keys.*got 2",
-        ),
-        (
-            {"seqlen_k_per_split": 512, "config": {"tile_n": 64}},
-            ValueError,
-            "config must not set tile_n.*got tile_n=64",
-        ),
+        ({"seqlen_k_per_split": 512, "num_splits": 2}, ValueError,
+         "num_splits must be 0 or at least 3 .*seqlen_k_per_split=512.* 1100 keys.*got 2"),
+        ({"seqlen_k_per_split": 512, "config": {"tile_n": 64}}, ValueError,
+         "config must not set tile_n.*got tile_n=64"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("records", [False, True])
 def test_refusals(
     function: Callable[..., Any],

@@ -59,21 +59,15 @@ def call(function: Call, **more: Any) -> Any:
     ("name", "value", "said"),
     [
         # scaled_dot_product_attention
-        (
-            "attn_mask",
-            Q > 0,
-            r"attn_mask \(got a torch.bool .*\): a bool mask becomes startend_row_ind",
-        ),
+        ("attn_mask", Q > 0,
+         r"attn_mask \(got a torch.bool .*\): a bool mask becomes startend_row_ind"),
         ("dropout_p", 0.1, r"dropout_p \(got 0.1 \(float\)\): dropout is not supported, leave"),
         ("is_causal", True, r"is_causal \(got True \(bool\)\): say causal, which aligns the last"),
         ("scale", 0.5, r"scale \(got 0.5 \(float\)\): say softmax_scale"),
         ("enable_gqa", True, r"enable_gqa \(got True \(bool\)\): leave it out"),
         # flash-attn
-        (
-            "alibi_slopes",
-            Q,
-            r"alibi_slopes \(got a torch.float.*\): say score_mod=alibi, aux_tensors=",
-        ),
+        ("alibi_slopes", Q,
+         r"alibi_slopes \(got a torch.float.*\): say score_mod=alibi, aux_tensors="),
         ("return_attn_probs", True, r"return_attn_probs .*return_lse=True"),
         ("block_table", Q, r"block_table .*page_table"),
         ("cache_seqlens", Q, r"cache_seqlens .*(seqused_k|flash_attn_with_kvcache)"),
@@ -95,7 +89,7 @@ def call(function: Call, **more: Any) -> Any:
         ("softmax_scal", 1.0, r"softmax_scal .*did you mean softmax_scale\?"),
         ("nonsense", 3, r"nonsense \(got 3 \(int\)\): it takes q, k, v, "),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("function", ATTENTION, ids=lambda function: function.__name__)
 def test_foreign_keywords(function: Call, name: str, value: Any, said: str) -> None:
     message = rf"(?s)^{function.__name__}\(\) has no argument {said}"

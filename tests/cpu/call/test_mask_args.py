@@ -211,28 +211,20 @@ def key_position(*arguments: Any) -> Any:
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "vectors": ({"startend_row_indices": columns(2)}, {"startend_row_indices": columns(4)}),
     "mask heads": ({"startend_row_indices": columns(2)}, {"startend_row_indices": columns(2, 2)}),
-    "form": (
-        {"startend_row_indices": ColumnMask(columns(), False)},
-        {"startend_row_indices": ColumnMask(columns(), True)},
-    ),
-    "tensor or object": (
-        {"startend_row_indices": columns(), "causal": True},
-        {"startend_row_indices": ColumnMask(columns(), False), "causal": True},
-    ),
-    "block size": (
-        {"block_sparse_tensors_torch": lists((128, 128))},
-        {"block_sparse_tensors_torch": lists((64, 64))},
-    ),
-    "full lists": (
-        {"block_sparse_tensors_torch": lists()},
-        {"block_sparse_tensors_torch": lists(has_full=False)},
-    ),
+    "form": ({"startend_row_indices": ColumnMask(columns(), False)},
+             {"startend_row_indices": ColumnMask(columns(), True)}),
+    "tensor or object": ({"startend_row_indices": columns(), "causal": True},
+                         {"startend_row_indices": ColumnMask(columns(), False), "causal": True}),
+    "block size": ({"block_sparse_tensors_torch": lists((128, 128))},
+                   {"block_sparse_tensors_torch": lists((64, 64))}),
+    "full lists": ({"block_sparse_tensors_torch": lists()},
+                   {"block_sparse_tensors_torch": lists(has_full=False)}),
     "closure": ({"mask_mod": limited(3)}, {"mask_mod": limited(4)}),
     "which mod": ({"mask_mod": key_position}, {"score_mod": key_position}),
     "aux dtype": (aux_of(4), aux_of(4, dtype=FP32)),
     "aux rank": (aux_of(4), aux_of(4, 1)),
     "no aux": (aux_of(4), {"mask_mod": CHECKS}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import int32
 from launch_recorder import Recorder
 from oracle import attend_rows
 from torch import Tensor
@@ -31,10 +32,6 @@ pytestmark = pytest.mark.usefixtures("explained_without_compiling")
 MADE = "startend_row_indices was made for "
 LISTED = "block_sparse_tensors was made for "
 ANSWER = "q_start=0 says that its first query is row 0 of the mask"
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def qkv(seqlen_q: int, seqlen_k: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:

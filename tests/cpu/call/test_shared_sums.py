@@ -30,9 +30,7 @@ HOPPER, BLACKWELL = Target("sm_90a", 132), Target("sm_100a", 148)
 
 def plan_of(case: Case, name: str = "pair", target: Target = HOPPER, **more: Any) -> ExecutionPlan:
     given = make_trained(case, name)
-    daux = [torch.empty_like(x) if i in given.wants_aux else None
-            for i, x in enumerate(given.aux_tensors)]  # fmt: skip
-    of_call: dict[str, Any] = {"direction": Direction.BACKWARD, "daux": daux} | more
+    of_call: dict[str, Any] = {"direction": Direction.BACKWARD, "daux": given.new_daux()} | more
     return planned(given.inputs, target, **of_call)
 
 

@@ -43,19 +43,13 @@ def test_tiles(head_dim: int, tile_n: int, stages: int) -> None:
 @pytest.mark.parametrize(
     ("dims", "target", "message"),
     [
-        (
-            (136, None),
-            HOPPER,
-            r"on Hopper with .* \(136, 136\): there are kernels for equal ones up to 128",
-        ),
-        (
-            (64, 128),
-            HOPPER,
-            r"on Hopper with head_dim and head_dim_v \(64, 128\): there are kernels for eq",
-        ),
+        ((136, None), HOPPER,
+         r"on Hopper with .* \(136, 136\): there are kernels for equal ones up to 128"),
+        ((64, 128), HOPPER,
+         r"on Hopper with head_dim and head_dim_v \(64, 128\): there are kernels for eq"),
         ((64, None), BLACKWELL, r"on Blackwell with .* \(64, 64\): there are no kernels"),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_kernel_is_refused_by_name(dims: Any, target: Target, message: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"^forward mode .* not supported {message}"):
         plan_tangent(_call(*dims), target)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import int32
 from forward_arguments import (
     BATCH,
     DIM,
@@ -20,7 +21,6 @@ from forward_arguments import (
     check,
     column_zeros,
     dense,
-    int32,
     packed,
     zeros,
 )

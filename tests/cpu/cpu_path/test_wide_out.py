@@ -71,15 +71,10 @@ def test_explain_says_it() -> None:
         (torch.bfloat16, torch.float16, {}, TypeError, r"q \(torch.bfloat16\) or float32, got"),
         (torch.float32, torch.float64, {}, TypeError, r"q \(torch.float32\), got torch.float64"),
         (torch.float64, torch.float32, {}, TypeError, r"q \(torch.float64\), got torch.float32"),
-        (
-            torch.bfloat16,
-            torch.float32,
-            {"max_scores": torch.zeros(1, 2, 9)},
-            NotImplementedError,
-            r"out in torch.float32 of q in torch.bfloat16 .* with return_max_logit \(max_scores\)",
-        ),
+        (torch.bfloat16, torch.float32, {"max_scores": torch.zeros(1, 2, 9)}, NotImplementedError,
+         r"out in torch.float32 of q in torch.bfloat16 .* with return_max_logit \(max_scores\)"),
     ],
-)
+)  # fmt: skip
 def test_refusals(
     dtype: torch.dtype,
     out_dtype: torch.dtype,

@@ -210,14 +210,10 @@ def test_no_copies_of_tensors() -> None:
     ("table", "error", "says"),
     [
         (torch.zeros(12, dtype=torch.complex64), TypeError, "closure variable 'table'.*complex64"),
-        (
-            torch.zeros(1, 1, 1, 1, 12),
-            NotImplementedError,
-            "variable 'table'.*5 dimensions",
-        ),
+        (torch.zeros(1, 1, 1, 1, 12), NotImplementedError, "variable 'table'.*5 dimensions"),
         (torch.zeros(0), IndexError, "closure variable 'table'.*empty"),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_kernels_do_not_read(table: Tensor, error: type, says: str) -> None:
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s + (table[0, 0, 0, 0, k] if table.dim() > 1 else table[k]).real

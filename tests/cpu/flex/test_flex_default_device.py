@@ -124,20 +124,12 @@ def test_a_mod_is_traced_for_a_device_that_is_not_here() -> None:
 COMPLEX = 2j
 COMPLEX_TABLE = torch.zeros(LENGTH, dtype=torch.complex64)
 WITHOUT_TEXT: dict[str, tuple[Callable[..., Any], str]] = {
-    "an imaginary number": (
-        lambda s, b, h, q, k: (s + 1j * q).real,
-        "aten.mul .* imaginary part",
-    ),
-    "a captured one": (
-        lambda s, b, h, q, k: (s * COMPLEX).real,
-        "aten.mul .* imaginary part",
-    ),
+    "an imaginary number": (lambda s, b, h, q, k: (s + 1j * q).real, "aten.mul .* imaginary part"),
+    "a captured one": (lambda s, b, h, q, k: (s * COMPLEX).real, "aten.mul .* imaginary part"),
     "where": (lambda s, b, h, q, k: torch.where(q > k, s, 1j).real, "gives torch.complex64"),
-    "float8": (
-        lambda s, b, h, q, k: s.to(torch.float8_e5m2).float(),
-        "gives torch.float8_e5m2, which no kernel has",
-    ),
-}
+    "float8": (lambda s, b, h, q, k: s.to(torch.float8_e5m2).float(),
+               "gives torch.float8_e5m2, which no kernel has"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WITHOUT_TEXT)

@@ -175,18 +175,12 @@ def backward(dropout_p: float) -> Any:
 NOT_TAKEN = {
     "dropout": (lambda: forward(dropout_p=0.25), FORWARD, "dropout_p=0.25 is not supported"),
     "debug": (lambda: forward(debug=True), FORWARD, "return_debug_mask=True is not supported"),
-    "alibi": (
-        lambda: forward(alibi_slopes=torch.ones(2)),
-        FORWARD,
-        "alibi_slopes are not supported: write them as score_mod",
-    ),
-    "used": (
-        lambda: forward(seqused_k=torch.ones(1, dtype=torch.int64)),
-        FORWARD,
-        "seqused_k must have dtype int32",
-    ),
+    "alibi": (lambda: forward(alibi_slopes=torch.ones(2)), FORWARD,
+              "alibi_slopes are not supported: write them as score_mod"),
+    "used": (lambda: forward(seqused_k=torch.ones(1, dtype=torch.int64)), FORWARD,
+             "seqused_k must have dtype int32"),
     "dropout backward": (lambda: backward(0.5), BACKWARD, "dropout_p=0.5 is not supported"),
-}
+}  # fmt: skip
 by_case = pytest.mark.parametrize("case", NOT_TAKEN)
 
 

@@ -315,10 +315,8 @@ def masked_and_causal(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 LEFT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
-    "dropout": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=1.0),
-        "dropout_p=1.0 is not supported: only 0",
-    ),
+    "dropout": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=1.0),
+                "dropout_p=1.0 is not supported: only 0"),
     "sdpa_kernel": (by_math, "torch's flash attention is disabled, as by sdpa_kernel"),
     "nested": (nested, "nested tensors are not supported"),
     "vmap": (torch.vmap(F.scaled_dot_product_attention), "transforms of torch.func"),
@@ -334,23 +332,17 @@ LEFT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, bias.causal_lower_right(3, 5)),
         "CausalBias of lengths 3 and 5, got 9 queries and 13 keys",
     ),
-    "mask": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(5, 13)),
-        r"attn_mask and scores do not broadcast, got \(5, 13\), \(2, 4, 9, 13\)",
-    ),
+    "mask": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(5, 13)),
+             r"attn_mask and scores do not broadcast, got \(5, 13\), \(2, 4, 9, 13\)"),
     "a mask of more dimensions": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(3, 2, 4, 9, 13)),
         r"attn_mask must broadcast to \(2, 4, 9, 13\), got \(3, 2, 4, 9, 13\)",
     ),
-    "integers": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(9, 13).int()),
-        "attn_mask must be bool or of query's dtype, got torch.int32",
-    ),
-    "batches": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, torch.ones(3, 4, 13, 16), v),
-        r"batches do not broadcast, got \(2,\), \(3,\), \(2,\)",
-    ),
-}
+    "integers": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(9, 13).int()),
+                 "attn_mask must be bool or of query's dtype, got torch.int32"),
+    "batches": (lambda q, k, v: F.scaled_dot_product_attention(q, torch.ones(3, 4, 13, 16), v),
+                r"batches do not broadcast, got \(2,\), \(3,\), \(2,\)"),
+}  # fmt: skip
 
 
 def result_of(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Any:

@@ -232,29 +232,26 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_results_are_those_of_the_whole_mask(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in SMALL),
+        ("prefix_lm_document", {"window_size": (200, 30), "softcap": 20.0}),
+    ],
+)
+def test_results_are_those_of_the_whole_mask(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
     mask = SMALL[name]()
     batch = mask.startend_row_indices.shape[0]
     assert mask.documents and len(begins(mask, batch)) > batch + 1
     plain = ColumnMask(mask.startend_row_indices, mask.causal)
     seen = calls(monkeypatch)
-    found, expected = results(flash_attn_func, mask), results(flash_attn_func, plain)
+    found, expected = (results(flash_attn_func, x, **options) for x in (mask, plain))
     assert seen == [True, True, False, False]
     for result, other in zip(found, expected, strict=True):
         assert result.shape == other.shape
         torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
-
-
-def test_beside_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = SMALL["prefix_lm_document"]()
-    plain = ColumnMask(mask.startend_row_indices, mask.causal)
-    seen = calls(monkeypatch)
-    options = {"window_size": (200, 30), "softcap": 20.0}
-    found = results(flash_attn_func, mask, **options)
-    for result, other in zip(found, results(flash_attn_func, plain, **options), strict=True):
-        torch.testing.assert_close(result, other, rtol=1e-9, atol=1e-9)
-    assert seen == [True, True, False, False]
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -104,18 +104,14 @@ def of_queries(seqlen_q: Any) -> ColumnMask:
 @pytest.mark.parametrize(
     ("mask", "text"),
     [
-        (
-            lambda: ColumnMask(draw_indices(0, 2, 3, 70, 4), False),
-            "shape=(2, 3, 70, 4), causal=False, an unknown number of queries x 70 keys",
-        ),
+        (lambda: ColumnMask(draw_indices(0, 2, 3, 70, 4), False),
+         "shape=(2, 3, 70, 4), causal=False, an unknown number of queries x 70 keys"),
         (lambda: of_queries(9), "shape=(1, 1, 7, 2), causal=True, 9 queries x 7 keys"),
         (lambda: of_queries("any"), "shape=(1, 1, 7, 2), causal=True, any number of queries x 7"),
-        (
-            lambda: ColumnMask(draw_indices(0, 1, 1, 7, 1), True, documents=True, seqlen_q=7),
-            "shape=(1, 1, 7, 1), causal=True, documents=True, 7 queries x 7 keys, device=cpu)",
-        ),
+        (lambda: ColumnMask(draw_indices(0, 1, 1, 7, 1), True, documents=True, seqlen_q=7),
+         "shape=(1, 1, 7, 1), causal=True, documents=True, 7 queries x 7 keys, device=cpu)"),
     ],
-)
+)  # fmt: skip
 def test_repr_is_one_line(mask: Callable[[], ColumnMask], text: str) -> None:
     told = repr(mask())
     assert told.startswith(f"ColumnMask({text}") and told.endswith("device=cpu)")

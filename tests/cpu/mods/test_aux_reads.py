@@ -62,17 +62,13 @@ def by_words(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
         (lambda b, h, q, k, aux: aux[0][q[0]] == aux[0][k[0]], lambda x, q, k: x[q] == x[k]),
         (by_condition, lambda x, q, k: torch.where(x[k], k <= q, k == 0)),
         (by_words, lambda x, q, k: x[k] & ~x[q]),
-        (
-            lambda b, h, q, k, aux: cute.where((k >= 0) & aux[0][k[0]], k <= q, k > q),
-            lambda x, q, k: torch.where(x[k], k <= q, k > q),
-        ),
-        (
-            lambda b, h, q, k, aux: cutlass.select_(aux[0][k[0]], k[0] <= q[0], k[0] > q[0]),
-            lambda x, q, k: torch.where(x[k], k <= q, k > q),
-        ),
+        (lambda b, h, q, k, aux: cute.where((k >= 0) & aux[0][k[0]], k <= q, k > q),
+         lambda x, q, k: torch.where(x[k], k <= q, k > q)),
+        (lambda b, h, q, k, aux: cutlass.select_(aux[0][k[0]], k[0] <= q[0], k[0] > q[0]),
+         lambda x, q, k: torch.where(x[k], k <= q, k > q)),
     ],
     ids=["itself", "not-and", "or", "xor", "equal", "condition", "words", "where", "select"],
-)
+)  # fmt: skip
 def test_bool(mod: Callable[..., Any], expected: Callable[..., Tensor]) -> None:
     x = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0], [1, 0], [1, 1]], dtype=torch.bool)
     q, k = (i.long() for i in INDICES)
@@ -151,16 +147,10 @@ def test_attention_with_all_dtypes(case: Case) -> None:
 
 
 def test_block_lists_of_all_dtypes() -> None:
-    inputs = plain_inputs(CASES[0])
-    aux = inputs.keywords["aux_tensors"]
-    seen = visible_of(aux, 200, 300)
-    lists = create_block_mask(
-        aux_dtypes.mask_mod, 1, 1, 200, 300, device="cpu", BLOCK_SIZE=(50, 60), aux_tensors=aux
-    )
-    blocks = seen.view(4, 50, 5, 60).sum(dim=(1, 3))
-    assert torch.equal(lists.full_block_cnt[0, 0], (blocks == 3000).sum(1).int())
-    partial = (blocks > 0) & (blocks < 3000)
-    assert torch.equal(lists.mask_block_cnt[0, 0], partial.sum(1).int())
+    aux = plain_inputs(CASES[0]).keywords["aux_tensors"]
+    sizes: Any = {"device": "cpu", "BLOCK_SIZE": aux_dtypes.BLOCK_SIZE, "aux_tensors": aux}
+    lists = create_block_mask(aux_dtypes.mask_mod, 1, 1, 200, 300, **sizes)
+    aux_dtypes.assert_block_lists(lists, aux)
 
 
 # -- indices --------------------------------------------------------------------------------------

@@ -322,10 +322,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "bits of a scalar": (lambda s, b, h, q, k, aux: s[0].bitcast(Int32), "reinterprets the bits"),
     "store": (_stores, r"cute\.memref\.store"),
     "store of an element": (_stores_element, r"cute\.memref\.store"),
-    "reduction": (
-        lambda s, b, h, q, k, aux: s.reduce(cute.ReductionOp.ADD, 0.0, 0),
-        r"vector\.reduction",
-    ),
+    "reduction": (lambda s, b, h, q, k, aux: s.reduce(cute.ReductionOp.ADD, 0.0, 0),
+                  r"vector\.reduction"),
     "vector": (_two_elements, r"\(vector\."),
     "loop": (_loops, r"loop at run time \(scf\.for\)"),
     "loop inside": (_loops_inside, r"loop at run time \(scf\.for\)"),
@@ -340,13 +338,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "flags": (lambda s, b, h, q, k, aux: cute.arch.fmax(s[0], s[0], abs=True), r"nvvm\.fmax"),
     "print": (lambda s, b, h, q, k, aux: (cute.printf("{}", s[0]), s)[1], r"cute\.print"),
     "slice": (lambda s, b, h, q, k, aux: s + aux[1][None, h[0]][k[0]], "takes a slice of it"),
-    "pointer": (
-        lambda s, b, h, q, k, aux: s + cute.make_tensor(aux[0].iterator + k[0], 1)[0],
-        "by its pointer",
-    ),
+    "pointer": (lambda s, b, h, q, k, aux: s + cute.make_tensor(aux[0].iterator + k[0], 1)[0],
+                "by its pointer"),
     "chosen": (_chooses_a_table, "chooses it by a branch on a run-time condition"),
     "one coordinate of two": (lambda s, b, h, q, k, aux: s * aux[1][k[0]], r"its coordinates"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

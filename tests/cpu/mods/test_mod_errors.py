@@ -155,10 +155,8 @@ MISTAKES: dict[Callable[..., Any], tuple[type[Exception], str]] = {
     by_or: (TypeError, "joins vectors by `or`: write (a) | (b)" + JOINED),
     by_chain: (TypeError, "joins vectors by `and`: write (a) & (b), also for a < b < c" + JOINED),
     by_not: (TypeError, "negates a vector by `not`: write ~a, or the opposite comparison" + JOINED),
-    by_if: (
-        TypeError,
-        "chooses by a vector, in an `if`: write cute.where(condition, x, y)" + JOINED,
-    ),
+    by_if: (TypeError,
+            "chooses by a vector, in an `if`: write cute.where(condition, x, y)" + JOINED),
     by_if_expression: (
         TypeError,
         "chooses by a vector, in `x if condition else y`: write cute.where(condition, x, y)",
@@ -176,10 +174,8 @@ MISTAKES: dict[Callable[..., Any], tuple[type[Exception], str]] = {
     no_such_tensor: (ValueError, "reads aux_tensors[3], and the call passes 2 tensors"),
     no_such_tensor_plain: (ValueError, "reads aux_tensors[2], and the call passes 2 tensors"),
     chosen_tensor: (TypeError, "picks from aux_tensors by "),
-    by_a_vector: (
-        ValueError,
-        "indexes aux_tensors[0] by a vector: write numbers, aux_tensors[0][kv_idx[0]]",
-    ),
+    by_a_vector: (ValueError,
+                  "indexes aux_tensors[0] by a vector: write numbers, aux_tensors[0][kv_idx[0]]"),
     too_many_numbers: (
         ValueError,
         "indexes aux_tensors[0] by 2: it takes as many numbers as the tensor has dimensions, 1, as "
@@ -190,7 +186,7 @@ MISTAKES: dict[Callable[..., Any], tuple[type[Exception], str]] = {
         "indexes aux_tensors[1] by 1: it takes as many numbers as the tensor has dimensions, 2, as "
         "in aux_tensors[1][q_idx[0], kv_idx[0]]",
     ),
-}
+}  # fmt: skip
 
 
 def said(kind: str, mod: Callable[..., Any], text: str) -> str:

@@ -75,14 +75,8 @@ INDICES: dict[str, tuple[str, int, Callable[..., Any]]] = {
     "limited": ("difference", 1, lambda b, h, q, k, ids: cutlass.min(abs(q - k), 31)),
     "past": ("difference", 1, lambda b, h, q, k, ids: cutlass.select_(q >= k, q - k, 0)),
     "axial": ("difference", 1, lambda b, h, q, k, ids: q % 16 - k % 16 + 15),
-    "swin": (
-        "difference",
-        2,
-        lambda b, h, q, k, ids: (
-            h,
-            (13 * (k // 7) + k % 7) - (13 * (q // 7) + q % 7) + 84,
-        ),
-    ),
+    "swin": ("difference", 2,
+             lambda b, h, q, k, ids: (h, (13 * (k // 7) + k % 7) - (13 * (q // 7) + q % 7) + 84)),
     "bucket-of-head": ("difference", 1, lambda b, h, q, k, ids: h * abs(q - k)),
     "blocks": ("difference", 1, lambda b, h, q, k, ids: q // 8 - k // 8 + 20),
     "pair": ("places", 3, lambda b, h, q, k, ids: (h, q, k)),
@@ -104,7 +98,7 @@ INDICES: dict[str, tuple[str, int, Callable[..., Any]]] = {
     "thread": ("other", 1, lambda b, h, q, k, ids: cute.arch.thread_idx()[0]),
     "narrow": ("other", 1, lambda b, h, q, k, ids: cutlass.Int8(q) - cutlass.Int8(k)),
     "huge": ("other", 1, lambda b, h, q, k, ids: q * q * q - k),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INDICES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functional_calls import int32
+from cases import int32
 from test_tensor_kinds import Opaque, Owner, Unknown
 from torch import Tensor
 from torch._subclasses import FakeTensorMode

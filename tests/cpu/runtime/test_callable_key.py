@@ -380,10 +380,8 @@ def test_tensor_in_a_closure_is_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (
-            "T = torch.zeros(1)\ndef mod(q):\n    return T\n",
-            "global 'T' of 'mod' is a torch.Tensor",
-        ),
+        ("T = torch.zeros(1)\ndef mod(q):\n    return T\n",
+         "global 'T' of 'mod' is a torch.Tensor"),
         ("T = [0, {'x': torch.zeros(1)}]\ndef mod(q):\n    return T\n", "item 'x' of item 1 of"),
         ("def mod(q, t=torch.zeros(1)):\n    return t\n", "default of argument 't' of 'mod'"),
         ("def mod(q, *, t=torch.zeros(1)):\n    return t\n", "default of argument 't' of 'mod'"),
@@ -392,20 +390,14 @@ def test_tensor_in_a_closure_is_refused() -> None:
         ("class T(torch.Tensor): pass\nt = T()\ndef mod(q):\n    return t\n", "global 't'"),
         ("class T(dict): pass\nt = T()\ndef mod(q):\n    return t\n", "global 't' of 'mod'"),
         ("import numpy as np\nT = np.zeros(2)\ndef mod(q):\n    return T\n", "numpy.ndarray"),
-        (
-            "class C:\n    pass\nC.w = torch.zeros(1)\nc = C()\ndef mod(q):\n    return c\n",
-            "class attribute 'w' of global 'c' of 'mod'",
-        ),
-        (
-            "class C:\n    pass\nc = C()\nc.w = torch.zeros(1)\ndef mod(q):\n    return c\n",
-            "attribute 'w' of global 'c' of 'mod'",
-        ),
-        (
-            "def callee(q):\n    return W\nW = torch.zeros(1)\ndef mod(q):\n    return callee(q)\n",
-            "global 'W' of global 'callee' of 'mod'",
-        ),
+        ("class C:\n    pass\nC.w = torch.zeros(1)\nc = C()\ndef mod(q):\n    return c\n",
+         "class attribute 'w' of global 'c' of 'mod'"),
+        ("class C:\n    pass\nc = C()\nc.w = torch.zeros(1)\ndef mod(q):\n    return c\n",
+         "attribute 'w' of global 'c' of 'mod'"),
+        ("def callee(q):\n    return W\nW = torch.zeros(1)\ndef mod(q):\n    return callee(q)\n",
+         "global 'W' of global 'callee' of 'mod'"),
     ],
-)
+)  # fmt: skip
 def test_refusals_name_the_variable(import_source: Import, source: str, words: str) -> None:
     mod = import_source("import torch\n" + source).mod
     with pytest.raises(TypeError) as caught:

@@ -10,8 +10,8 @@ import cutlass
 import pytest
 import torch
 import torch.distributed as dist
-from cases import BF16, FP64
-from functional_calls import int32, qkv, rows_below
+from cases import BF16, FP64, int32
+from functional_calls import qkv, rows_below
 from launch_recorder import Recorder
 from test_bwd_interface import Recorder as BwdRecorder
 from torch import Tensor

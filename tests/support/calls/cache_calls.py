@@ -16,29 +16,29 @@ INT = torch.int32
 
 
 @dataclass
-class CacheCall:
-    """q, and the keywords of the call. slots (batch, capacity): entry and row of the cache where a
-    row of a sequence lies, with padding; padding: of each sequence; expected caches after it."""
+class SequencesCall:
+    """q and the keywords of a call, and q, k and v of each of its sequences."""
 
     name: str
     q: Tensor
     keywords: dict[str, Any]
-    queries: list[Tensor]
-    keys: list[Tensor]
-    values: list[Tensor]
-    cache_after: tuple[Tensor, Tensor]
+    sequences: list[tuple[Tensor, Tensor, Tensor]]
+
+    def is_causal(self, b: int) -> bool:
+        return self.keywords["causal"]
 
     def attend(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out, lse) of tensors of a dtype, laid out as those of the call."""
-        given = self.keywords
-        left, right = (None if side < 0 else side for side in given["window_size"])
-        sink = given.get("learnable_sink")
-        rule = Rule(self.q.shape[-1] ** -0.5, given["causal"], left, right, sink=sink)
+        given, results = self.keywords, []
+        left, right = (None if side == -1 else side for side in given["window_size"])
         dense = None if given.get("mask_mod") is None else NeverFifth()
-        results = [
-            attend_sequence(OneSequence(*(x.to(dtype) for x in qkv), 0, dense), rule)
-            for qkv in zip(self.queries, self.keys, self.values, strict=True)
-        ]
+        for b, qkv in enumerate(self.sequences):
+            rule = Rule(
+                self.q.shape[-1] ** -0.5, self.is_causal(b), left, right,
+                sink=given.get("learnable_sink"),
+            )  # fmt: skip
+            x = OneSequence(*(x.to(dtype) for x in qkv), 0, dense)
+            results.append(attend_sequence(x, rule))
         outs, lses = zip(*results, strict=True)
         if self.q.dim() == 3:
             return torch.cat(outs), torch.cat(lses, dim=1)
@@ -47,6 +47,13 @@ class CacheCall:
     def assert_close(self, out: Tensor, lse: Tensor) -> None:
         exact, eager = self.attend(torch.float64), self.attend(self.q.dtype)[0]
         assert_output_as_good(out.cpu(), lse.cpu(), *exact, eager, self.name)
+
+
+@dataclass
+class CacheCall(SequencesCall):
+    """cache_after: the caches after the call."""
+
+    cache_after: tuple[Tensor, Tensor]
 
     def assert_written(self, k_cache: Tensor, v_cache: Tensor, atol: float = 0.0) -> None:
         """The new rows are in the cache, and nothing else has changed."""
@@ -189,4 +196,5 @@ def draw_call(
     name = (
         f"{kind} {page}, {lengths_q} queries, {used} used, new {new if appends else None}, {told}"
     )
-    return CacheCall(name, q, keywords, of_q, keys, values, (caches[0], caches[1]))
+    sequences = list(zip(of_q, keys, values, strict=True))
+    return CacheCall(name, q, keywords, sequences, (caches[0], caches[1]))

@@ -7,63 +7,30 @@ Rows of the cache that are not in use are NaN.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from cache_calls import NeverFifth, never_fifth
-from eager import assert_output_as_good, attend_sequence
-from oracle import OneSequence, Rule
+from cache_calls import INT, SequencesCall, never_fifth
 from torch import Tensor
-
-INT = torch.int32
 
 
 @dataclass
-class MixedCall:
-    """`flash_attn_varlen_func(x.q, x.k, x.v, **x.keywords)`, with its sequences one by one.
+class MixedCall(SequencesCall):
+    """`flash_attn_varlen_func(x.q, x.k, x.v, **x.keywords)`."""
 
-    causal_per_seq: of each sequence, as numbers.
-    """
-
-    name: str
-    q: Tensor
     k: Tensor
     v: Tensor
-    keywords: dict[str, Any]
-    sequences: list[tuple[Tensor, Tensor, Tensor]]
-    causal_per_seq: list[int]
 
-    def attend(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(out, lse) of tensors of a dtype, laid out as those of the call."""
-        given, results = self.keywords, []
-        left, right = given["window_size"]
-        dense = None if given.get("mask_mod") is None else NeverFifth()
-        for is_causal, qkv in zip(self.causal_per_seq, self.sequences, strict=True):
-            rule = Rule(
-                self.q.shape[-1] ** -0.5, is_causal != 0, left, right,
-                sink=given.get("learnable_sink"),
-            )  # fmt: skip
-            results.append(
-                attend_sequence(OneSequence(*(x.to(dtype) for x in qkv), 0, dense), rule)
-            )
-        outs, lses = zip(*results, strict=True)
-        if self.q.dim() == 3:
-            return torch.cat(outs), torch.cat(lses, dim=1)
-        return torch.stack(outs), torch.stack(lses)
-
-    def assert_close(self, out: Tensor, lse: Tensor) -> None:
-        exact, eager = self.attend(torch.float64), self.attend(self.q.dtype)[0]
-        assert_output_as_good(out.cpu(), lse.cpu(), *exact, eager, self.name)
+    def is_causal(self, b: int) -> bool:
+        return bool(self.keywords["causal"][b])
 
     def turned(self) -> MixedCall:
         """The same, where causal sequences are not and the others are."""
-        causal_per_seq = [0 if x else 1 for x in self.causal_per_seq]
-        keywords = self.keywords | {"causal": torch.tensor(causal_per_seq, dtype=INT)}
-        return MixedCall(
-            self.name, self.q, self.k, self.v, keywords, self.sequences, causal_per_seq
-        )  # fmt: skip
+        return replace(
+            self, keywords=self.keywords | {"causal": (self.keywords["causal"] == 0).int()}
+        )
 
     def host_keywords(self) -> dict[str, Any]:
         """As `_flash_attn_fwd` takes them."""
@@ -124,4 +91,4 @@ def draw_mixed(rng: random.Random, dtype: torch.dtype, head_dim: int, longest: i
     name = (
         f"{lengths_q} queries, {lengths_k} keys, page {page}, {causal_per_seq}, {sorted(keywords)}"
     )
-    return MixedCall(name, q, *pools, keywords, sequences, causal_per_seq)
+    return MixedCall(name, q, keywords, sequences, *pools)

@@ -62,14 +62,11 @@ class Errors(NamedTuple):
 def interleaved(seqlen: int, world: int) -> Plan:
     """The first and the last rows together, as causal masking alone asks for."""
     size = seqlen // (2 * world)
-    return Plan(
-        [
-            [(r * size, (r + 1) * size), (seqlen - (r + 1) * size, seqlen - r * size)]
-            if r + 1 < world
-            else [(r * size, seqlen - r * size)]
-            for r in range(world)
-        ]
-    )
+    ranks = [
+        [(r * size, (r + 1) * size), (seqlen - (r + 1) * size, seqlen - r * size)]
+        for r in range(world - 1)
+    ]
+    return Plan([*ranks, [((world - 1) * size, seqlen - (world - 1) * size)]])
 
 
 def compare(call: ParallelCall, group: dist.ProcessGroup | None = None, seed: int = 0) -> Errors:
@@ -90,30 +87,15 @@ def compare(call: ParallelCall, group: dist.ProcessGroup | None = None, seed: in
     wanted = [torch.empty_like(x) for x in (dout, *tensors, *sink)]
     if rank == 0:
         whole = [x.clone().requires_grad_() for x in (*tensors, *sink)]
-        out = flash_attn_func(
-            whole[0],
-            whole[1],
-            whole[2],
-            startend_row_indices=call.mask,
-            learnable_sink=whole[3] if sink else None,
-            **call.keywords,
-        )
+        options = call.keywords | {"learnable_sink": whole[3] if sink else None}
+        out = flash_attn_func(*whole[:3], startend_row_indices=call.mask, **options)
         wanted = [out.detach(), *torch.autograd.grad(out, whole, dout)]
     for x in wanted:
         dist.broadcast(x, group=group, group_src=0)
     own = [call.plan.shard(x, rank) for x in tensors] + sink
     own = [x.clone().requires_grad_() for x in own]
-    part = context_parallel_attention(
-        own[0],
-        own[1],
-        own[2],
-        call.mask,
-        call.plan,
-        group,
-        call.method,
-        learnable_sink=own[3] if sink else None,
-        **call.keywords,
-    )
+    options = call.keywords | {"learnable_sink": own[3] if sink else None}
+    part = context_parallel_attention(*own[:3], call.mask, call.plan, group, call.method, **options)
     found = [part, *torch.autograd.grad(part, own, call.plan.shard(dout, rank))]
     differences = []
     for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
@@ -171,14 +153,9 @@ def draw(seed: int, world: int) -> ParallelCall:
     heads_kv = rng.choice((1, 2, world, 2 * world))
     group = rng.choice((1, 2)) * (world // heads_kv if heads_kv < world else 1)
     return ParallelCall(
-        mask,
-        Plan(rows),
-        rng.choice(METHODS),
-        keywords,
-        has_sink=rng.random() < 0.4,
-        heads=(heads_kv * group, heads_kv),
-        head_dims=rng.choice(((16, 16), (8, 16))),
-    )
+        mask, Plan(rows), rng.choice(METHODS), keywords, rng.random() < 0.4,
+        (heads_kv * group, heads_kv), rng.choice(((16, 16), (8, 16))),
+    )  # fmt: skip
 
 
 class Told(NamedTuple):
@@ -335,7 +312,7 @@ def half_precision(group: dist.ProcessGroup) -> tuple[float, float]:
     exact = flash_attn_func(q.double(), k.double(), v.double(), startend_row_indices=mask)
     alone = flash_attn_func(q, k, v, startend_row_indices=mask)
     own = [rows.shard(x, rank) for x in (q, k, v)]
-    part = context_parallel_attention(own[0], own[1], own[2], mask, rows, group, "ring")
+    part = context_parallel_attention(*own, mask, rows, group, "ring")
     assert part.dtype == torch.bfloat16
     errors = (part.double() - rows.shard(exact, rank), (alone.double() - exact))
     of_part, of_whole = (float(x.abs().max()) for x in errors)
@@ -365,12 +342,10 @@ def run_on_gpu(rank: int) -> dict[str, tuple[float, float]]:
         out = context_parallel_attention(q, k, v, mask.to(device), rows, method=method)
         results = (out, *torch.autograd.grad(out, (q, k, v), dout))
         errors = [
-            (
-                float((x.detach().cpu().double() - rows.shard(right, rank)).abs().max()),
-                float((one - right).abs().max()),
-            )
+            tuple(float(error.abs().max()) for error in
+                  (x.detach().cpu().double() - rows.shard(right, rank), one - right))
             for x, right, one in zip(results, exact, of_one, strict=True)
-        ]
+        ]  # fmt: skip
         found[f"{method}, out"] = errors[0]
         found[f"{method}, gradients"] = max(errors[1:])
     return found

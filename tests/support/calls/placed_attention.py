@@ -171,10 +171,17 @@ class Draw:
         k, v = (self.normal(*rows_k, heads_kv, dim) for _ in range(2))
         starts = self.starts(keywords, lengths_q, used_k)
         sequences = list(self.places(keywords, lengths_q, slots_k, used_k, starts))
-        call = PlacedCall(f"call {number}", q, k, v, keywords, sequences)
+        return self.masked(f"call {number}", (q, k, v), keywords, sequences, slots_k)
+
+    def masked(
+        self, name: str, qkv: tuple[Tensor, ...], keywords: dict[str, Any],
+        sequences: list[Sequence], slots_k: list[int],
+    ) -> PlacedCall:  # fmt: skip
+        call = PlacedCall(name, *qkv, keywords, sequences)
         self.add_masks(call, slots_k)
         told = {name: x if isinstance(x, int | str) else "..." for name, x in keywords.items()}
-        call.name += f" of {lengths_q} queries, {used_k} keys, starts {starts}, {told}"
+        lengths = [(x.seqlen_q, x.seqlen_k, x.start) for x in sequences]
+        call.name += f" of queries, keys, starts {lengths}, {told}"
         return call
 
     def starts(self, keywords: dict[str, Any], lengths_q: list[int], used_k: list[int]) -> Any:

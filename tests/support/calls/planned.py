@@ -17,6 +17,8 @@ from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.plan import plan
 from flash_mask_cute.runtime.target import Target
 
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+
 
 def forward_call(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> AttentionCall:
     return AttentionCall.from_arguments(Direction.FORWARD, q, k, v, **keywords)
@@ -52,17 +54,24 @@ def call_of(
     return backward_call(*qkv, out, out.clone(), lse, **(inputs.bwd_keywords | more))
 
 
-def attend_of(inputs: Inputs) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The public function of q, k and v, with the other arguments of the inputs: out and lse."""
-    given = inputs.keywords | {"return_lse": True}
+def public_keywords(inputs: Inputs) -> tuple[dict[str, Any], bool]:
+    """Those of a public function but for q, k and v, and whether it is the one with lengths."""
+    given = dict(inputs.keywords)
     given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
     if "block_sparse_tensors_torch" in given:
         given["block_sparse_tensors"] = given.pop("block_sparse_tensors_torch")
-    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    function: Callable[..., Any] = flash_attn_varlen_func
-    if all(given.get(name) is None for name in names):
-        given = {name: x for name, x in given.items() if name not in names}
-        function = flash_attn_func
+    has_lengths = any(given.get(name) is not None for name in LENGTHS)
+    return {n: x for n, x in given.items() if has_lengths or n not in LENGTHS}, has_lengths
+
+
+def function_of(inputs: Inputs) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The public function of q, k and v that gives out and lse, and its other keywords."""
+    given, has_lengths = public_keywords(inputs)
+    return flash_attn_varlen_func if has_lengths else flash_attn_func, given | {"return_lse": True}
+
+
+def attend_of(inputs: Inputs) -> Callable[..., tuple[Tensor, Tensor]]:
+    function, given = function_of(inputs)
     return lambda q, k, v: function(q, k, v, **given)
 
 

@@ -47,11 +47,7 @@ class CommonKeys(Draw):
             Sequence(slice(first, first + m), (0, slice(n)), m, n, start)
             for first, m, n, start in zip(firsts, lengths_q, used_k, starts, strict=False)
         ]
-        call = PlacedCall(f"call {number}", q, k, v, keywords, sequences)
-        self.add_masks(call, [capacity] * batch)
-        told = {name: x if isinstance(x, int | str) else "..." for name, x in keywords.items()}
-        call.name += f" of {lengths_q} queries, {used_k} keys, starts {starts}, {told}"
-        return call
+        return self.masked(f"call {number}", (q, k, v), keywords, sequences, [capacity] * batch)
 
     def add_columns(self, call: PlacedCall, slots_k: list[int], rows: int) -> None:
         """Of each sequence, or of all."""

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from cases import int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,10 +42,6 @@ class AnyMode(TorchDispatchMode):
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:

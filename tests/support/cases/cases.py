@@ -10,6 +10,10 @@ from mask_cases import COLUMNS
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 @dataclass(frozen=True)
 class Case:
     """One forward problem.
@@ -163,44 +167,22 @@ CASES = (
     Case("varlen-self-causal", lengths_q=SELF, lengths_k=SELF, causal=True),
     Case("varlen-self-fused_qkv", lengths_q=SELF, lengths_k=SELF, causal=True, strided="fused_qkv"),
     Case("varlen-cross-causal", lengths_q=(255, 63, 1), lengths_k=(129, 63, 500), causal=True),
-    Case(
-        "varlen-unreadable-scale-negative",
-        lengths_q=SELF,
-        lengths_k=SELF,
-        strided="unreadable",
-        softmax_scale=-0.1,
-    ),
-    Case(
-        "varlen-window-before-20", lengths_q=SELF, lengths_k=SELF, window_left=90, window_right=-20
-    ),
+    Case("varlen-unreadable-scale-negative", lengths_q=SELF, lengths_k=SELF, strided="unreadable",
+         softmax_scale=-0.1),
+    Case("varlen-window-before-20", lengths_q=SELF, lengths_k=SELF, window_left=90,
+         window_right=-20),
     Case("varlen-q-dense-k", seqlen_k=255, lengths_q=(127, 1, 0, 200), causal=True),
     Case("dense-q-varlen-k", seqlen_q=129, lengths_k=(255, 1, 0, 200), causal=True),
     Case("varlen-sink-window", lengths_q=SELF, lengths_k=SELF, window_left=40, sink=BF16),
-    Case(
-        "varlen-gqa4-packed-window",
-        heads_q=4,
-        heads_kv=1,
-        lengths_q=(129, 1, 255),
-        lengths_k=(255, 127, 100),
-        window_left=33,
-        window_right=7,
-        pack_gqa=True,
-    ),
-    Case(
-        "varlen-documents", 0, 0, 0, 8, 2, lengths_q=DOCS, lengths_k=DOCS, causal=True, tier="full"
-    ),
+    Case("varlen-gqa4-packed-window", heads_q=4, heads_kv=1, lengths_q=(129, 1, 255),
+         lengths_k=(255, 127, 100), window_left=33, window_right=7, pack_gqa=True),
+    Case("varlen-documents", 0, 0, 0, 8, 2, lengths_q=DOCS, lengths_k=DOCS, causal=True,
+         tier="full"),
     Case("seqused-k-causal", 3, 129, 300, seqused_k=(300, 65, 0), causal=True),
-    Case(
-        "seqused-both-window", 2, 255, 255, seqused_q=(130, 0), seqused_k=(255, 77), window_left=9
-    ),
-    Case(
-        "varlen-seqused-causal",
-        lengths_q=(129, 255),
-        lengths_k=(255, 300),
-        seqused_q=(100, 255),
-        seqused_k=(255, 131),
-        causal=True,
-    ),
+    Case("seqused-both-window", 2, 255, 255, seqused_q=(130, 0), seqused_k=(255, 77),
+         window_left=9),
+    Case("varlen-seqused-causal", lengths_q=(129, 255), lengths_k=(255, 300), seqused_q=(100, 255),
+         seqused_k=(255, 131), causal=True),
     # d = 64
     Case("fp16-d64-255x1000", 1, 255, 1000, head_dim=64, dtype=FP16),
     Case("fp16-d64-causal-1000x1000", 1, 1000, 1000, 4, 4, 64, dtype=FP16, causal=True),
@@ -221,7 +203,7 @@ CASES = (
     Case("d64-dv256-causal", 1, 127, 255, 2, 2, 64, 256, causal=True, tier="full"),
     Case("d160-causal", 1, 255, 255, head_dim=160, causal=True, tier="full"),
     Case("d248-dv184-gqa2-packed", 1, 129, 255, 4, 2, 248, 184, pack_gqa=True, tier="full"),
-)
+)  # fmt: skip
 QUICK_CASES = tuple(case for case in CASES if case.tier == "quick")
 
 # Column intervals, block lists and callables, which compose with each other and with the rest.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -126,6 +127,21 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
         for tensor in tensors:
             tensor[~inputs.rows_in_use(side)] = GARBAGE
     return inputs
+
+
+def of_one_column_mask(
+    device: torch.device | str = "cpu", **fields: Any
+) -> Iterator[tuple[Inputs, dict[str, Any]]]:
+    """Calls, with keywords instead, whose column mask is one, and follows its tensor."""
+    from flash_mask_cute import ColumnMask
+
+    case = Case("kept", causal=True, column="stepped1", **fields)
+    first, second = make_inputs(case, device), make_inputs(case, device, seed=5)
+    indices = first.column_mask.startend_row_indices.clone()
+    mask = ColumnMask(indices, causal=True, seqlen_q="any")
+    for inputs in (first, first, second, first):
+        indices.copy_(inputs.column_mask.startend_row_indices)
+        yield inputs, {"startend_row_indices": mask, "causal": False}
 
 
 def make_output_gradients(inputs: Inputs, seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -11,21 +11,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from cases import BF16, FP16, FP32, FP64
+from dense_masks import DenseMasks
 from mask_cases import (
     COLUMNS,
     FULL,
     PARTIAL,
-    hidden_by_columns,
+    Extents,
+    MaskRecipe,
+    ScoreRecipe,
     lists_of,
     make_columns,
+    pick,
     states_of,
 )
+from mask_cases import MASK_MODS as PLAIN_MASK_MODS
+from oracle import rule_of
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -36,10 +42,6 @@ NAN, INF = float("nan"), float("inf")
 
 
 # -- callables: the CuTe text, and the same in torch ---------------------------------------------
-
-
-def _documents(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[0][b[0], q[0]] == aux[0][b[0], k[0]]
 
 
 def _table_mask(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -97,86 +99,55 @@ class Wrapped(Tensor):
         return tree_map_only(Tensor, Wrapped, function(*args, **kwargs))
 
 
-class Extents(NamedTuple):
-    """Of what aux tensors are made for; lengths are the longest."""
-
-    batch: int
-    heads: int
-    seqlen_q: int
-    seqlen_k: int
+def _restrided(generator: torch.Generator, table: Tensor) -> Tensor:
+    """The same, its last dimension not innermost at times, or its first one of stride 0."""
+    columns, rows = table.mT.contiguous().mT, table[:1].expand_as(table)
+    return pick(generator, columns, rows, table, table)
 
 
-MakeAux = Callable[[random.Random, torch.Generator, Extents], Tensor]
-
-
-class Mod(NamedTuple):
-    """cute: a mask_mod or score_mod. dense: the same for index columns q and rows k, with the score
-    first if it takes one, float32. aux: the tensor that it reads, the first or the last."""
-
-    cute: Callable[..., Any]
-    dense: Callable[..., Tensor]
-    aux: MakeAux | None = None
-
-
-def _document_ids(rng: random.Random, generator: torch.Generator, extents: Extents) -> Tensor:
-    shape = extents.batch, max(extents.seqlen_q, extents.seqlen_k, 1)
-    starts = torch.rand(shape, generator=generator) < 1 / 20
-    return starts.cumsum(dim=1, dtype=torch.int32)
-
-
-def _zeros_and_ones(dtype: torch.dtype) -> MakeAux:
-    def make(rng: random.Random, generator: torch.Generator, extents: Extents) -> Tensor:
+def _reads(dtype: torch.dtype) -> MaskRecipe:
+    def aux(extents: Extents, generator: torch.Generator) -> Tensor:
         shape = max(extents.seqlen_q, 1), max(extents.seqlen_k, 1)
-        return _restrided(rng, (torch.rand(shape, generator=generator) < 0.7).to(dtype))
+        return _restrided(generator, (torch.rand(shape, generator=generator) < 0.7).to(dtype))
 
-    return make
+    return MaskRecipe(_table_mask, lambda b, h, q, k, aux: aux[0][q, k] != 0, aux)
 
 
-def _biases(dtype: torch.dtype, per_head: bool = False) -> MakeAux:
-    """Normal numbers, or additive masks of any finite size and -inf."""
+def _adds(dtype: torch.dtype, per_head: bool = False) -> ScoreRecipe:
+    """Of normal numbers, or of additive masks of any finite size and -inf."""
 
-    def make(rng: random.Random, generator: torch.Generator, extents: Extents) -> Tensor:
-        rows = extents.heads if per_head else max(extents.seqlen_q, 1)
+    def aux(extents: Extents, generator: torch.Generator) -> Tensor:
+        rows = extents.heads_q if per_head else max(extents.seqlen_q, 1)
         shape = rows, max(extents.seqlen_k, 1)
         largest = torch.finfo(dtype).max
         sizes = torch.tensor([max(-largest, min(x, largest)) for x in EXTREMES], dtype=FP32)
         normal = torch.randn(shape, generator=generator)
         drawn = sizes[torch.randint(len(sizes), shape, generator=generator)]
         some = torch.rand(shape, generator=generator)
-        table = {
-            "normal": normal,
-            "mask": torch.where(some < 0.5, normal, float(sizes[rng.randrange(5)])),
-            "mixed": torch.where(some < 0.5, normal, drawn),
-            "equal": torch.full(shape, float(sizes[rng.randrange(len(sizes))])),
-            "blind": torch.where(some < 0.9, drawn, -INF),
-        }[rng.choice(("normal", "normal", "mask", "mixed", "equal", "blind"))]
-        return _restrided(rng, table.to(dtype))
+        table = pick(
+            generator,
+            *(normal, normal, torch.where(some < 0.5, normal, pick(generator, *sizes[:5]))),
+            torch.where(some < 0.5, normal, drawn),
+            pick(generator, *sizes).expand(shape),
+            torch.where(some < 0.9, drawn, -INF),
+        )
+        return _restrided(generator, table.to(dtype))
 
-    return make
-
-
-def _restrided(rng: random.Random, table: Tensor) -> Tensor:
-    """The same, its last dimension not innermost at times, or its first one of stride 0."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        return table.mT.contiguous().mT
-    return table[:1].expand_as(table) if kind == 1 else table
+    if per_head:
+        return ScoreRecipe(_head_table, lambda s, b, h, q, k, aux: s + aux[-1][h, k], aux)
+    return ScoreRecipe(_table, lambda s, b, h, q, k, aux: s + aux[-1][q, k].float(), aux)
 
 
-def _reads(dtype: torch.dtype) -> Mod:
-    return Mod(_table_mask, lambda b, h, q, k, aux: aux[0][q, k] != 0, _zeros_and_ones(dtype))
-
-
-def _adds(dtype: torch.dtype) -> Mod:
-    return Mod(_table, lambda s, b, h, q, k, aux: s + aux[-1][q, k].float(), _biases(dtype))
+def _in_float32(recipe: ScoreRecipe) -> ScoreRecipe:
+    """A score_mod gets and returns float32."""
+    dense = recipe.dense
+    return recipe._replace(dense=lambda s, *place: dense(s.float(), *place).to(s.dtype))
 
 
 MASK_MODS = {
-    "documents": Mod(
-        _documents, lambda b, h, q, k, aux: aux[0][b][q] == aux[0][b][k], _document_ids
-    ),
-    "parity": Mod(_parity, lambda b, h, q, k, aux: (q * 7 + k * 13 + h) % 5 != 0),
-    "blind": Mod(_blind_rows, lambda b, h, q, k, aux: (q % 3 != 0) & (k >= 0)),
+    "documents": PLAIN_MASK_MODS["documents"],
+    "parity": MaskRecipe(_parity, lambda b, h, q, k, aux: (q * 7 + k * 13 + h) % 5 != 0),
+    "blind": MaskRecipe(_blind_rows, lambda b, h, q, k, aux: (q % 3 != 0) & (k >= 0)),
     "bool": _reads(torch.bool),
     "uint8": _reads(torch.uint8),
     "int8": _reads(torch.int8),
@@ -185,14 +156,15 @@ MASK_MODS = {
     "int64": _reads(torch.int64),
 }
 SCORE_MODS = {
-    "table32": _adds(FP32),
-    "table16": _adds(FP16),
-    "tableb16": _adds(BF16),
-    "head_table": Mod(
-        _head_table, lambda s, b, h, q, k, aux: s + aux[-1][h, k], _biases(FP32, per_head=True)
-    ),
-    "alibi": Mod(_alibi, lambda s, b, h, q, k, aux: s - 0.25 * (q - k).abs()),
-    "scaled": Mod(_scaled, lambda s, b, h, q, k, aux: s * 1.25),
+    name: _in_float32(recipe)
+    for name, recipe in {
+        "table32": _adds(FP32),
+        "table16": _adds(FP16),
+        "tableb16": _adds(BF16),
+        "head_table": _adds(FP32, per_head=True),
+        "alibi": ScoreRecipe(_alibi, lambda s, b, h, q, k, aux: s - 0.25 * (q - k).abs()),
+        "scaled": ScoreRecipe(_scaled, lambda s, b, h, q, k, aux: s * 1.25),
+    }.items()
 }
 # Callables of a call, mask_mod and score_mod; a few pairs, as each costs a compilation.
 PROGRAMS: tuple[tuple[str | None, str | None], ...] = (
@@ -282,8 +254,8 @@ GPU_FRAMES = (
 class HostileCall:
     """function(q, k, v, **keywords), keywords with the names of the public functions.
 
-    aux, columns and states are what the oracle reads: as `keywords` has them, but the columns of
-    each sequence by itself, and the states of blocks dense. dout, dlse: gradients of a loss by out
+    dense: what the oracle reads of masks and callables, beside causal masking and the window. dout,
+    dlse: gradients of a loss by out
     and lse. by_autograd: by a public function, else by the two host calls, the forward writing
     into `out` if there is one. wrapped: arguments that are to be given as `Wrapped`. slip: what
     must be refused; None where the call is to be right or refused. features: what was drawn.
@@ -297,59 +269,29 @@ class HostileCall:
     keywords: dict[str, Any]
     dout: Tensor
     dlse: Tensor
+    dense: DenseMasks
     by_autograd: bool = True
     out: Tensor | None = None
     wrapped: tuple[str, ...] = ()
-    aux: list[Tensor] = field(default_factory=list)
-    columns: list[Tensor] | None = None
-    states: Tensor | None = None
     slip: str | None = None
     features: tuple[str, ...] = ()
 
-    @property
-    def is_packed(self) -> bool:
-        return bool(self.frame.packed)
-
-    def softmax_scale(self) -> float:
+    def plain_keywords(self) -> dict[str, Any]:
+        """Those of the oracle, whose lengths, softcap and sink are the call's."""
+        sides = (f"{name}_{side}" for name in ("cu_seqlens", "seqused") for side in "qk")
         scale = self.keywords["softmax_scale"]
-        return self.frame.head_dim**-0.5 if scale is None else float(scale)
+        left, right = (None if x == -1 else x for x in self.keywords["window_size"])
+        return {
+            **{name: self.keywords.get(name) for name in ("softcap", "learnable_sink", *sides)},
+            "softmax_scale": self.frame.head_dim**-0.5 if scale is None else float(scale),
+            "causal": self.frame.causal, "window_size_left": left, "window_size_right": right,
+        }  # fmt: skip
 
-    def visible(self, batch: int, head: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    def visible(self, batch: int, head: int, *lengths: int) -> Tensor:
         """Bool (seqlen_q, seqlen_k); lengths are those in use."""
-        device = self.q.device
-        q = torch.arange(seqlen_q, device=device)[:, None]
-        k = torch.arange(seqlen_k, device=device)[None]
-        ahead = k - (q + seqlen_k - seqlen_q)
-        shown = torch.ones_like(ahead, dtype=torch.bool)
-        if self.frame.mask_mod is not None:
-            shown &= MASK_MODS[self.frame.mask_mod].dense(batch, head, q, k, self.aux)
-        if self.states is not None and self.frame.blocks is not None:
-            states = self.states[min(batch, len(self.states) - 1), 0]
-            for dim, block in enumerate(self.frame.blocks):
-                states = states.repeat_interleave(block, dim)
-            states = states[:seqlen_q, :seqlen_k]
-            shown = (states == FULL) | ((states == PARTIAL) & shown)
-        if self.frame.causal:
-            shown &= ahead <= 0
-        left, right = self.keywords["window_size"]
-        if left not in (None, -1):
-            shown &= ahead >= -left
-        if right not in (None, -1):
-            shown &= ahead <= right
-        if self.columns is not None:
-            columns = self.columns[min(batch, len(self.columns) - 1)]
-            of_head = columns[head * len(columns) // self.frame.heads_q, :seqlen_k]
-            shown &= ~hidden_by_columns(of_head, seqlen_q, self.frame.causal)
-        return shown
-
-    def modify(self, scores: Tensor, batch: int, head: int) -> Tensor:
-        """Scores (seqlen_q, seqlen_k) after score_mod, which gets and returns float32."""
-        if self.frame.score_mod is None:
-            return scores
-        q = torch.arange(scores.shape[0], device=scores.device)[:, None]
-        k = torch.arange(scores.shape[1], device=scores.device)[None]
-        mod = SCORE_MODS[self.frame.score_mod].dense
-        return mod(scores.float(), batch, head, q, k, self.aux).to(scores.dtype)
+        rule = rule_of(self.q, **self.plain_keywords())
+        band = rule.visible(*lengths, self.q.device)
+        return band & self.dense.visible(batch, head, *lengths)
 
     def describe(self) -> str:
         shapes = [f"{tuple(x.shape)} strides {x.stride()}" for x in (self.q, self.k, self.v)]
@@ -419,6 +361,7 @@ class _Draw:
             self.operand("k", frame.heads_kv, frame.head_dim_v),
             keywords,
             *(torch.empty(0),) * 2,
+            DenseMasks(frame, None, [], None, self.device, (MASK_MODS, SCORE_MODS)),
         )
         self.add_masks(call)
         self.add_gradients(call)
@@ -491,7 +434,7 @@ class _Draw:
             if side not in frame.packed:
                 longest[side] = self.rows(side)[1]
         batch = len(self.slots["q"])
-        extents = Extents(batch, frame.heads_q, longest["q"], longest["k"])
+        extents, aux = Extents(batch, frame.heads_q, longest["q"], longest["k"]), list[Tensor]()
         for table, name, keyword in (
             (MASK_MODS, frame.mask_mod, "mask_mod"),
             (SCORE_MODS, frame.score_mod, "score_mod"),
@@ -500,10 +443,10 @@ class _Draw:
                 mod = table[name]
                 keywords[keyword] = mod.cute
                 if mod.aux is not None:
-                    aux = mod.aux(rng, self.generator, extents)
-                    call.aux.append(self.on_with_strides(aux))
-        if call.aux:
-            keywords["aux_tensors"] = call.aux if rng.random() < 0.5 else tuple(call.aux)
+                    aux.append(self.on_with_strides(mod.aux(extents, self.generator)))
+        if aux:
+            keywords["aux_tensors"] = aux if rng.random() < 0.5 else tuple(aux)
+        call.dense = replace(call.dense, aux=aux)
         if frame.column is not None and batch:
             heads = rng.choice((1, frame.heads_kv, frame.heads_q))
             recipe, packed = COLUMNS[frame.column], "k" in frame.packed
@@ -513,8 +456,9 @@ class _Draw:
             columns = make_columns(recipe, heads, lengths_q, lengths_k, seed)
             if not packed and rng.random() < 0.3:
                 columns = columns[:1]
-            call.columns = [self.on(x) for x in columns]
-            indices = torch.stack(call.columns) if not packed else torch.cat(call.columns, 1)[None]
+            columns = [self.on(x) for x in columns]
+            call.dense = replace(call.dense, columns=columns)
+            indices = torch.stack(columns) if not packed else torch.cat(columns, 1)[None]
             if packed and (tail := call.k.shape[0] - indices.shape[2]):
                 rest = indices.new_full((1, heads, tail, indices.shape[3]), -(2**30))
                 indices = torch.cat([indices, rest], 2)
@@ -541,8 +485,9 @@ class _Draw:
         states = torch.zeros(num_blocks, dtype=torch.int64)
         if states.numel():
             states = states_of(dense, blocks, self.rng)
-        call.states = self.on(states)[None, None]
-        partial, full = lists_of(call.states, PARTIAL), lists_of(call.states, FULL)
+        states = self.on(states)[None, None]
+        call.dense = replace(call.dense, states=states)
+        partial, full = lists_of(states, PARTIAL), lists_of(states, FULL)
         call.keywords["block_sparse_tensors"] = BlockSparseTensorsTorch(
             *partial, *full, block_size=blocks
         )
@@ -622,7 +567,7 @@ class _Draw:
         ]
         on_cpu = self.device.type == "cpu"
         if on_cpu and self.reaches_last_column(call):
-            found += [("aux_tensors", put("aux_tensors", [call.aux[0][:, :-1]]))] * 4
+            found += [("aux_tensors", put("aux_tensors", [keywords["aux_tensors"][0][:, :-1]]))] * 4
         for side in "qk":
             name = f"cu_seqlens_{side}"
             if side in frame.packed:
@@ -639,7 +584,8 @@ class _Draw:
 
     def reaches_last_column(self, call: HostileCall) -> bool:
         """Whether the only aux tensor has a column for each key, and somebody sees the last."""
-        table = call.aux[0] if len(call.aux) == 1 else None
+        aux = call.keywords.get("aux_tensors", ())
+        table = aux[0] if len(aux) == 1 else None
         if table is None or call.frame.mask_mod == "documents" or table.shape[1] < 2:
             return False
         lengths = list(zip(self.used["q"], self.used["k"], strict=True))

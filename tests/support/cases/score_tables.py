@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from cases import BF16, FP32, Case
+from cases import BF16, FP16, FP32, Case
 from dense_masks import DenseMasks
 from inputs import make_inputs
 from oracle import NEG_INF
@@ -20,6 +20,21 @@ from trained_mods import TrainedInputs, TrainedMasks, TrainedRecipe
 
 LOWEST, LARGEST = torch.finfo(FP32).min, torch.finfo(FP32).max
 ADDED = {"1e10": -1e10, "1e15": -1e15, "1e30": -1e30, "bf16": torch.finfo(BF16).min, "fp32": LOWEST}
+
+PLAIN = Case("tables", 1, 300, 300, 1, 1, head_dim=64)
+# Each has a kernel that goes another way: three warpgroups or two, with registers for the scores
+# beside the probabilities or without, cut blocks that are passed over, packed heads, sequences.
+HOPPER_CASES = (
+    Case("tables-sink-softcap", 1, 300, 300, 1, 1, head_dim=64, softcap=5.0, sink=FP32),
+    Case("tables-d128-fp16", 1, 300, 300, 1, 1, dtype=FP16, sink=BF16),
+    Case("tables-mask-d128", 1, 300, 300, 1, 1, mask_mod="causal_offset"),
+    Case("tables-gqa2-packed", 1, 60, 300, 2, 1, head_dim=64, pack_gqa=True),
+    Case("tables-window", 1, 300, 300, 1, 1, head_dim=64, window_left=200, window_right=40),
+    Case(
+        "tables-varlen", 0, 0, 0, 1, 1, head_dim=64, lengths_q=(70, 0, 140), lengths_k=(70, 9, 280),
+        causal=True,
+    ),
+)  # fmt: skip
 
 
 def _causal(hidden: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -22,7 +22,7 @@ class SplitCase(NamedTuple):
 
 
 _LONG = Case("q1-gqa4", 1, 1, 1100, 8, 2, causal=True)
-_RAGGED = Case(
+RAGGED = Case(
     "ragged", 5, 2, 700, 4, 1, head_dim=64, causal=True, seqused_k=(700, 0, 130, 1, 513), sink=FP32
 )
 _MANY = Case(
@@ -37,7 +37,7 @@ _LINES_GROUP3 = Case(
     "lines-group3", 5, 5, 1200, 6, 2, head_dim=64, seqused_k=(1200, 1100, 700, 1200, 1199)
 )
 _CHUNK = Case("chunk", 1, 150, 1100, 2, 1, causal=True, pack_gqa=False)
-_PACKED = Case(
+PACKED = Case(
     "packed", heads_q=4, heads_kv=1, lengths_q=(1, 70, 0, 3), lengths_k=(600, 513, 9, 0),
     causal=True, head_dim=64, sink=BF16, seqused_q=(1, 65, 0, 2),
 )  # fmt: skip
@@ -48,15 +48,15 @@ SPLIT_CASES = (
     # more shares than blocks, and more splits than blocks
     SplitCase(_LONG, sms=40),
     SplitCase(_LONG, 12),
-    SplitCase(_RAGGED),
-    SplitCase(_RAGGED, 4),
+    SplitCase(RAGGED),
+    SplitCase(RAGGED, 4),
     SplitCase(_MANY, sms=11),
     SplitCase(_LINES, sms=4),
     SplitCase(_LINES_GROUP3, sms=4),
     SplitCase(_CHUNK),
     SplitCase(_CHUNK, 2),
-    SplitCase(_PACKED, sms=13),
-    SplitCase(_PACKED, 3),
+    SplitCase(PACKED, sms=13),
+    SplitCase(PACKED, 3),
     SplitCase(Case("window", 2, 3, 900, 2, 2, window_left=600, window_right=2)),
     SplitCase(Case("window", 2, 3, 900, 2, 2, window_left=200, causal=True), 3),
     SplitCase(Case("softcap", 1, 2, 700, 2, 2, softcap=9.0, head_dim=72, head_dim_v=40)),

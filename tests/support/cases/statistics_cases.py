@@ -12,6 +12,7 @@ import torch
 from cases import FP16, FP32, Case
 from inputs import Inputs
 from oracle import STATISTICS, reference_statistics
+from planned import public_keywords
 from random_cases import random_case, random_mask_case
 
 BLOCK_SIZES = (1, 128), (1, 64), (64, 64), (64, 128), (128, 64), (192, 128)
@@ -41,20 +42,12 @@ def draw_case(rng: random.Random) -> Case:
 
 def arguments(inputs: Inputs, wanted: Wanted) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """The public function, by name, and its arguments. LSE is that of the oracle."""
-    keywords = dict(inputs.keywords)
+    keywords, has_lengths = public_keywords(inputs)
     for name in ("learnable_sink", "pack_gqa"):
         keywords.pop(name)
-    sides = keywords.pop("window_size_left"), keywords.pop("window_size_right")
-    keywords |= {"window_size": sides, **wanted._asdict()}
-    if "block_sparse_tensors_torch" in keywords:
-        keywords["block_sparse_tensors"] = keywords.pop("block_sparse_tensors_torch")
     lse = inputs.reference[1].float().contiguous()
-    lengths = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    if all(keywords.get(name) is None for name in lengths):
-        for name in ("seqused_q", "seqused_k"):
-            keywords.pop(name)
-        return "attention_statistics", (inputs.q, inputs.k, lse), keywords
-    return "attention_statistics_varlen", (inputs.q, inputs.k, lse), keywords
+    name = "attention_statistics_varlen" if has_lengths else "attention_statistics"
+    return name, (inputs.q, inputs.k, lse), keywords | wanted._asdict()
 
 
 def assert_right(
@@ -92,10 +85,8 @@ CASES: dict[str, tuple[Case, Wanted]] = {
         Wanted(block_size=(128, 128)),
     ),
     "columns": (Case("columns", 1, 200, 260, **GROUP, column="stepped4"), Wanted()),
-    "columns-by-head": (
-        Case("by-head", 1, 130, 140, 4, 2, 64, column="random2", column_heads="q"),
-        Wanted(block_size=(1, 64)),
-    ),
+    "columns-by-head": (Case("by-head", 1, 130, 140, 4, 2, 64, column="random2", column_heads="q"),
+                        Wanted(block_size=(1, 64))),
     "documents": (Case("documents", 1, 300, 300, 2, 2, 64, column="documents2"), Wanted()),
     "lists": (Case("lists", 1, 400, 400, 1, 1, 64, blocks=(192, 128)), Wanted()),
     "bits": (Case("bits", 1, 200, 200, 2, 1, 64, blocks=(64, 80)), Wanted()),
@@ -105,18 +96,14 @@ CASES: dict[str, tuple[Case, Wanted]] = {
     "blind-scores": (Case("scores", 1, 130, 150, 1, 1, 64, score_mod="blinding"), Wanted()),
     "softcap": (Case("cap", 1, 130, 200, 1, 1, 128, softcap=15.0, softmax_scale=-0.3), Wanted()),
     "large-scale": (Case("large", 1, 100, 150, 1, 1, 64, causal=True, softmax_scale=3e3), Wanted()),
-    "small-scale": (
-        Case("small", 1, 100, 150, 1, 1, 64, causal=True, softmax_scale=1e-29),
-        Wanted(),
-    ),
+    "small-scale": (Case("small", 1, 100, 150, 1, 1, 64, causal=True, softmax_scale=1e-29),
+                    Wanted()),
     "group-3-sink": (Case("3", 1, 100, 150, 6, 2, 64, sink=FP32), Wanted(block_size=(64, 128))),
     "group-32": (Case("32", 1, 9, 300, 32, 1, 64, causal=True), Wanted()),
     "packed": (Case("packed", **PACKED, **GROUP, head_dim=64, causal=True), Wanted()),
     "packed-blocks": (Case("packed-blocks", **PACKED, head_dim=64), Wanted(block_size=(64, 64))),
-    "used": (
-        Case("used", 2, 100, 150, 2, 1, 64, seqused_q=(100, 33), seqused_k=(0, 140)),
-        Wanted(),
-    ),
+    "used": (Case("used", 2, 100, 150, 2, 1, 64, seqused_q=(100, 33), seqused_k=(0, 140)),
+             Wanted()),
     "96": (Case("96", 1, 130, 150, 2, 1, 96, causal=True), Wanted()),
     "192": (Case("192", 1, 130, 150, 2, 1, 192, causal=True), Wanted()),
     "256": (Case("256", 1, 150, 200, 2, 1, 256, causal=True), Wanted(block_size=(64, 128))),
@@ -129,4 +116,4 @@ CASES: dict[str, tuple[Case, Wanted]] = {
         Wanted(("key_sums",)),
     ),
     "exact": (Case("exact", 1, 200, 300, **GROUP, head_dim=64), Wanted(deterministic=True)),
-}
+}  # fmt: skip

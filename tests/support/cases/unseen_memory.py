@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -131,6 +131,20 @@ def with_empty(inputs: Inputs, value: float) -> Hostile:
         every_third = torch.arange(empty.shape[-2], device=empty.device) % 3 == 0
         hostile.inputs.q[empty & every_third[:, None]] = value
     return hostile
+
+
+def check_padded_documents(
+    attend: Callable[..., Tensor], device: str = "cpu", value: float = NAN
+) -> None:
+    """By autograd, whose forward meets what its backward does. attend: a public function."""
+    hostile = with_empty(padded_documents(device), value)
+    given = hostile.inputs
+    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    out = attend(*leaves, **given.mask_keywords, causal=True)
+    gradients = torch.autograd.grad(out, leaves, hostile.dout)
+    dlse = torch.zeros_like(hostile.dlse)
+    named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    hostile._replace(dlse=dlse, clean_dlse=dlse).assert_close(named)
 
 
 def padded_documents(device: str = "cpu") -> Inputs:

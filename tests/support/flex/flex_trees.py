@@ -11,7 +11,7 @@ from __future__ import annotations
 import linecache
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -434,26 +434,32 @@ def draw_programs(seed: int, count: int = TREES_IN_MOD) -> list[Program]:
     return [_Writer(rng, captured, i).program(rng.randint(2, 5)) for i in range(count)]
 
 
-def _compile_mod(text: str, captured: dict[str, Captured], seed: int) -> Mod:
+def _compile_mod(
+    text: str, captured: Mapping[str, Tensor], arguments: str = "score, b, h, q, k"
+) -> Mod:
     """The function `drawn` of a text, which captures tensors by a closure."""
     lines = "\n        ".join(text.splitlines())
     source = (
         "import torch\n\n"
         f"def make({', '.join(captured)}):\n"
-        "    def drawn(score, b, h, q, k):\n"
+        f"    def drawn({arguments}):\n"
         f"        {lines}\n"
         "    return drawn\n"
     )
-    name = f"<programs of seed {seed}, {zlib.crc32(text.encode())}>"
+    name = f"<program {zlib.crc32(text.encode())}>"
     linecache.cache[name] = len(source), None, source.splitlines(True), name
     space: dict[str, Any] = {}
     exec(compile(source, name, "exec"), space)
-    return space["make"](*(x.tensor for x in captured.values()))
+    return space["make"](*captured.values())
+
+
+def _compile_score_mod(text: str, seed: int) -> Mod:
+    return _compile_mod(text, {name: x.tensor for name, x in captured_tensors(seed).items()})
 
 
 def mod_of(program: Program, seed: int) -> Mod:
     """A score_mod of torch, of one program."""
-    return _compile_mod(program.text, captured_tensors(seed), seed)
+    return _compile_score_mod(program.text, seed)
 
 
 def joined_mod(programs: list[Program], seed: int) -> Mod:
@@ -462,7 +468,7 @@ def joined_mod(programs: list[Program], seed: int) -> Mod:
     for number, program in enumerate(programs):
         lines.extend(program.lines)
         lines.append(f"out = torch.where(h == {number}, {program.result}, out)")
-    return _compile_mod("\n".join((*lines, "return out")), captured_tensors(seed), seed)
+    return _compile_score_mod("\n".join((*lines, "return out")), seed)
 
 
 def scores_of(seed: int, extents: Extents = EXTENTS) -> Tensor:
@@ -546,13 +552,4 @@ def draw_mask(seed: int, extents: Extents) -> tuple[Mod, str]:
         for part in rng.sample(_PARTS, rng.randint(1, 3))
     ]
     text = "return " + " & ".join(f"({part})" for part in parts)
-    source = (
-        f"import torch\n\ndef make({', '.join(captured)}):\n"
-        f"    def drawn_mask(b, h, q, k):\n        {text}\n    return drawn_mask\n"
-    )
-    name = f"<mask of seed {seed}>"
-    linecache.cache[name] = len(source), None, source.splitlines(True), name
-    space: dict[str, Any] = {}
-    exec(compile(source, name, "exec"), space)
-    make: Callable[..., Mod] = space["make"]
-    return make(*captured.values()), text
+    return _compile_mod(text, captured, "b, h, q, k"), text

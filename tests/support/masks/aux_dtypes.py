@@ -66,6 +66,21 @@ def visible_of(aux: list[Tensor], seqlen_q: int, seqlen_k: int) -> Tensor:
     return ((chosen[k] == 1) | (names[q] == names[k])) & near & (weights[k] > 5)
 
 
+# of lists for 200 queries and 300 keys
+BLOCK_SIZE = 50, 60
+
+
+def assert_block_lists(lists: Any, aux: list[Tensor]) -> None:
+    """That lists of the mask_mod have what it shows."""
+    seen = visible_of(aux, 200, 300).view(4, 50, 5, 60).sum(dim=(1, 3)).cpu()
+    for kind, is_listed in (("mask", (seen > 0) & (seen < 3000)), ("full", seen == 3000)):
+        count, index = (getattr(lists, f"{kind}_block_{x}")[0, 0].cpu() for x in ("cnt", "idx"))
+        assert torch.equal(count, is_listed.sum(1).int()), kind
+        for of_row, listed in zip(index, is_listed, strict=True):
+            expected = listed.nonzero().flatten().int()
+            assert torch.equal(of_row[: len(expected)], expected), kind
+
+
 @dataclass(frozen=True)
 class AllDtypes:
     """In place of `DenseMasks`. trained: the last aux tensor, as the modifier reads it."""

@@ -16,6 +16,8 @@ from mask_cases import (
     PARTIAL,
     SCORE_MODS,
     Extents,
+    MaskRecipe,
+    ScoreRecipe,
     hidden_by_columns,
     lists_of,
     make_columns,
@@ -29,14 +31,16 @@ class DenseMasks:
     """The masks and callables of a case, dense and in torch.
 
     columns: of each sequence (one for all if it is shared), int32 (heads, seqlen_k, n). states: of
-    the blocks, (batch | 1, heads_q | 1, num_q_blocks, num_k_blocks).
+    the blocks, (batch | 1, heads_q | 1, num_q_blocks, num_k_blocks). recipes: of mask_mods and
+    score_mods by name. case: a Case, or what has the same names of masks.
     """
 
-    case: Case
+    case: Any
     columns: list[Tensor] | None
     aux: list[Tensor] | None
     states: Tensor | None
     device: torch.device = torch.device("cpu")
+    recipes: tuple[dict[str, MaskRecipe], dict[str, ScoreRecipe]] = (MASK_MODS, SCORE_MODS)
 
     @staticmethod
     def create(case: Case, seed: int) -> DenseMasks:
@@ -148,7 +152,8 @@ class DenseMasks:
         visible = torch.ones((seqlen_q, seqlen_k), dtype=torch.bool, device=self.device)
         if self.case.mask_mod is None:
             return visible
-        return visible & MASK_MODS[self.case.mask_mod].dense(batch_idx, head_idx, q, k, self.aux)
+        recipe = self.recipes[0][self.case.mask_mod]
+        return visible & recipe.dense(batch_idx, head_idx, q, k, self.aux)
 
     def modify(self, scores: Tensor, batch_idx: int, head_idx: int) -> Tensor:
         """score_mod of one head's scores (seqlen_q, seqlen_k)."""
@@ -156,5 +161,5 @@ class DenseMasks:
             return scores
         q = torch.arange(scores.shape[0], device=scores.device)[:, None]
         k = torch.arange(scores.shape[1], device=scores.device)
-        recipe = SCORE_MODS[self.case.score_mod]
+        recipe = self.recipes[1][self.case.score_mod]
         return recipe.dense(scores, batch_idx, head_idx, q, k, self.aux)

@@ -101,20 +101,23 @@ def same(owner: list[int | None], q: int, k: int) -> bool:
     return owner[q] is not None and owner[q] == owner[k]
 
 
+def of_documents(mask: ColumnMask, owner: list[int | None], is_causal: bool) -> Drawn:
+    return Drawn(
+        mask,
+        lambda q, k: same(owner, q, k) and (k <= q or not is_causal),
+        (True, 1) if is_causal else (False, 2),
+    )
+
+
 def draw_causal_document(rng: random.Random, seqlen: int) -> Drawn:
     lengths = draw_lengths(rng, seqlen)
-    owner = owners(lengths, seqlen)
-    return Drawn(
-        builders.causal_document(lengths, seqlen),
-        lambda q, k: k <= q and same(owner, q, k),
-        (True, 1),
-    )
+    mask = builders.causal_document(lengths, seqlen)
+    return of_documents(mask, owners(lengths, seqlen), True)
 
 
 def draw_document(rng: random.Random, seqlen: int) -> Drawn:
     lengths = draw_lengths(rng, seqlen)
-    owner = owners(lengths, seqlen)
-    return Drawn(builders.document(lengths, seqlen), lambda q, k: same(owner, q, k), (False, 2))
+    return of_documents(builders.document(lengths, seqlen), owners(lengths, seqlen), False)
 
 
 def draw_prefix_lm_document(rng: random.Random, seqlen: int) -> Drawn:
@@ -162,14 +165,6 @@ def draw_qk_sparse(rng: random.Random, seqlen: int) -> Drawn:
         builders.qk_sparse(seqlen, [(a, b - a) for a, b in ranges]),
         lambda q, k: k <= q and not any(a <= q < b and a <= k < b for a, b in ranges),
         (True, 2),
-    )
-
-
-def of_documents(mask: ColumnMask, owner: list[int | None], is_causal: bool) -> Drawn:
-    return Drawn(
-        mask,
-        lambda q, k: same(owner, q, k) and (k <= q or not is_causal),
-        (True, 1) if is_causal else (False, 2),
     )
 
 

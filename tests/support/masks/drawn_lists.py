@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
+import mask_cases
 import torch
 from drawn_selections import draw_selection
 from torch import Tensor
@@ -23,8 +25,7 @@ class DrawnLists(NamedTuple):
 def draw_lists(seed: int, most: int = 700) -> DrawnLists:
     gen = torch.Generator().manual_seed(seed)
 
-    def pick(*values: Any) -> Any:
-        return values[int(torch.randint(len(values), (), generator=gen))]
+    pick = partial(mask_cases.pick, gen)
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=gen))

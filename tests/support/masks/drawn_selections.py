@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import oracle
 import torch
+from mask_cases import pick
 from torch import Tensor
 
 from flash_mask_cute import SelectedBlocks
@@ -43,9 +44,9 @@ def draw_selection(
 ) -> Tensor:
     """(..., queries, k): also negative, too large and repeated numbers, and queries without any."""
     selection = torch.randint(-1, num_blocks + 2, shape, generator=gen).to(dtype)
-    if shape[-1] > 1 and _pick(gen, True, False):
+    if shape[-1] > 1 and pick(gen, True, False):
         selection[..., 1] = selection[..., 0]
-    if _pick(gen, True, False):
+    if pick(gen, True, False):
         selection[..., torch.rand(shape[-2], generator=gen) < 0.2, :] = -1
     return selection
 
@@ -60,34 +61,34 @@ def draw(
     """Up to three sequences of `most` keys, packed or not; draws of one kind share kernels."""
     gen = torch.Generator().manual_seed(seed)
     kinds = gen if kind is None else torch.Generator().manual_seed(kind)
-    is_packed = _pick(kinds, True, False)
-    batch = _pick(gen, 1, 1, 2, 3)
+    is_packed = pick(kinds, True, False)
+    batch = pick(gen, 1, 1, 2, 3)
     lens_q = [int(torch.randint(0, most // 2, (), generator=gen)) for _ in range(batch)]
     lens_q[0] += 1
     lens_k = [int(torch.randint(1, most, (), generator=gen)) for _ in range(batch)]
-    if _pick(gen, True, False):
+    if pick(gen, True, False):
         lens_k = [max(n, 1) for n in lens_q]
     if not is_packed:
         lens_q = [lens_q[0]] * batch
     longest = max(lens_k)
-    block, k = _pick(kinds, *sizes), _pick(gen, 1, 2, 3, 5)
-    heads_kv, group = _pick(kinds, 1, 2), _pick(kinds, 1, 2, 3, 4)
+    block, k = pick(kinds, *sizes), pick(gen, 1, 2, 3, 5)
+    heads_kv, group = pick(kinds, 1, 2), pick(kinds, 1, 2, 3, 4)
     heads_q = heads_kv * group
-    heads = _pick(kinds, 1, heads_kv, heads_q)
+    heads = pick(kinds, 1, heads_kv, heads_q)
     num_blocks = -(-longest // block)
-    dtype = _pick(kinds, torch.int32, torch.int64)
+    dtype = pick(kinds, torch.int32, torch.int64)
     rows = (sum(lens_q),) if is_packed else (lens_q[0],)
-    entries = () if is_packed else (_pick(gen, 1, batch),)
+    entries = () if is_packed else (pick(gen, 1, batch),)
     selection = draw_selection(gen, (*entries, heads, *rows, k), num_blocks, dtype)
-    if _pick(gen, True, False):
+    if pick(gen, True, False):
         # other strides
         selection = selection.transpose(-1, -2).contiguous().transpose(-1, -2)
-    keywords: dict[str, Any] = {"causal": _pick(kinds, True, False)}
-    if _pick(kinds, True, False, False):
+    keywords: dict[str, Any] = {"causal": pick(kinds, True, False)}
+    if pick(kinds, True, False, False):
         keywords["window_size"] = (13, None)
-    if _pick(kinds, True, False, False):
+    if pick(kinds, True, False, False):
         keywords["softcap"] = 3.0
-    if _pick(kinds, True, False, False):
+    if pick(kinds, True, False, False):
         keywords["learnable_sink"] = torch.randn(heads_q, dtype=torch.float64, generator=gen)
     if is_packed:
         starts = [torch.tensor([0, *x]).cumsum(0).int() for x in (lens_q, lens_k)]
@@ -158,13 +159,8 @@ def _visible(drawn: Drawn) -> list[Tensor]:
 
 def _in_band(seen: Tensor, keywords: dict[str, Any]) -> Tensor:
     """What causal masking and the window leave of bool (..., queries, keys)."""
-    n_q, n_k = seen.shape[-2:]
-    at, key = torch.arange(n_q)[:, None] + n_k - n_q, torch.arange(n_k)
-    if keywords["causal"]:
-        seen = seen & (key <= at)
-    if "window_size" in keywords:
-        seen = seen & (key >= at - 13)
-    return seen
+    left, right = 13 if "window_size" in keywords else None, 0 if keywords["causal"] else None
+    return seen & oracle.band(*seen.shape[-2:], left, right)
 
 
 def dense_attention(drawn: Drawn) -> tuple[Tensor, Tensor]:
@@ -185,5 +181,8 @@ def dense_attention(drawn: Drawn) -> tuple[Tensor, Tensor]:
     return torch.stack(outs), torch.stack(lses)
 
 
-def _pick(gen: torch.Generator, *values: Any) -> Any:
-    return values[int(torch.randint(len(values), (), generator=gen))]
+def assert_close(got: Tensor, wanted: Tensor, eager: Tensor, name: str) -> None:
+    """At most twice the error of torch in the same dtype, in units of the largest value."""
+    unit = wanted.abs().amax().item() * 2.0**-8
+    worst, of_eager = ((x.double() - wanted).abs().amax().item() for x in (got, eager))
+    assert worst <= 2 * of_eager + unit, f"{name}: {worst}, of eager {of_eager}"

@@ -46,6 +46,10 @@ class ScoreRecipe(NamedTuple):
     aux: Callable[[Extents, torch.Generator], Tensor] | None = None
 
 
+def pick(generator: torch.Generator, *values: Any) -> Any:
+    return values[int(torch.randint(len(values), (), generator=generator))]
+
+
 # -- mask_mods ----------------------------------------------------------------------------------
 
 CAUSAL_OFFSET = 30

@@ -205,11 +205,8 @@ TRAINED_MODS = {
         lambda score, b, h, q, k, slopes: score - slopes[h] * (q - k).abs(),
         lambda x: [((x.heads_q,), FP32)],
     ),
-    "key_bias": TrainedRecipe(
-        _key_bias,
-        lambda score, b, h, q, k, bias: score + bias[b, h][k],
-        lambda x: [((x.batch, x.heads_q, x.seqlen_k), FP32)],
-    ),
+    "key_bias": TrainedRecipe(_key_bias, lambda score, b, h, q, k, bias: score + bias[b, h][k],
+                              lambda x: [((x.batch, x.heads_q, x.seqlen_k), FP32)]),
     "gain_and_bias": TrainedRecipe(
         _gain_and_bias,
         lambda score, b, h, q, k, bias, gain: score * gain[h] + bias[q, k],
@@ -263,16 +260,12 @@ TRAINED_MODS = {
         ),
         lambda x: [((x.heads_q, 7), FP32), ((13,), FP16)],
     ),
-    "pair": TrainedRecipe(
-        _pair,
-        lambda score, b, h, q, k, bias: score + bias[h][q, k],
-        lambda x: [((x.heads_q, x.seqlen_q, x.seqlen_k), BF16)],
-    ),
+    "pair": TrainedRecipe(_pair, lambda score, b, h, q, k, bias: score + bias[h][q, k],
+                          lambda x: [((x.heads_q, x.seqlen_q, x.seqlen_k), BF16)]),
     "axial": _by_axes(20),
     "windows": _by_axes(12),
-    "grid": TrainedRecipe(
-        _grid, _dense_grid, lambda x: [((x.heads_q, 19), FP32), ((x.heads_q, 19), BF16)]
-    ),
+    "grid": TrainedRecipe(_grid, _dense_grid,
+                          lambda x: [((x.heads_q, 19), FP32), ((x.heads_q, 19), BF16)]),
     "grid_and_slopes": TrainedRecipe(
         _grid_and_slopes,
         lambda score, b, h, q, k, *tables: (
@@ -280,9 +273,8 @@ TRAINED_MODS = {
         ),
         lambda x: [((x.heads_q, 19), FP32), ((x.heads_q, 19), FP32), ((x.heads_q,), FP32)],
     ),
-    "swin": TrainedRecipe(
-        _swin, _dense_swin, lambda x: [((x.heads_q, (2 * WINDOW - 1) ** 2), FP32)]
-    ),
+    "swin": TrainedRecipe(_swin, _dense_swin,
+                          lambda x: [((x.heads_q, (2 * WINDOW - 1) ** 2), FP32)]),
     "pair_minus_slope": TrainedRecipe(
         _pair_minus_slope,
         lambda score, b, h, q, k, slopes, pair: score - (slopes[h] * (q - k).abs() - pair[q, k, h]),
@@ -293,7 +285,7 @@ TRAINED_MODS = {
         lambda score, b, h, q, k, x: score + x[h].square() * x[(h + k) % 2],
         lambda x: [((max(x.heads_q, 2),), FP32)],
     ),
-}
+}  # fmt: skip
 
 
 def _in_grid(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -450,6 +442,11 @@ class TrainedInputs(NamedTuple):
     @property
     def trained(self) -> list[Tensor]:
         return [self.aux_tensors[i] for i in self.wants_aux]
+
+    def new_daux(self) -> list[Tensor | None]:
+        """NaN for each aux tensor that is trained."""
+        given = enumerate(self.aux_tensors)
+        return [torch.full_like(x, torch.nan) if i in self.wants_aux else None for i, x in given]
 
 
 def make_trained(

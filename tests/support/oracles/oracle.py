@@ -31,6 +31,20 @@ class Dense(Protocol):
     def modify(self, scores: Tensor, batch_idx: int, head_idx: int, /) -> Tensor: ...
 
 
+def band(
+    seqlen_q: int, seqlen_k: int, left: int | None = None, right: int | None = None,
+    at_end: bool = True, device: Any = None,
+) -> Tensor:  # fmt: skip
+    """Bool (seqlen_q, seqlen_k): keys from left before a query's own to right after it. at_end: the
+    last row's own key is the last one."""
+    row = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q if at_end else 0)
+    ahead = torch.arange(seqlen_k, device=device) - row
+    visible = torch.ones_like(ahead, dtype=torch.bool)
+    if left is not None:
+        visible &= ahead >= -left
+    return visible if right is None else visible & (ahead <= right)
+
+
 class Rule(NamedTuple):
     """least_slope: of what softcap and a score_mod make of scores, for the units of errors."""
 
@@ -41,6 +55,11 @@ class Rule(NamedTuple):
     softcap: float = 0.0
     sink: Tensor | None = None
     least_slope: float = 0.0
+
+    def visible(self, seqlen_q: int, seqlen_k: int, device: Any = None) -> Tensor:
+        """Bool (seqlen_q, seqlen_k), of causal masking and the window."""
+        right = min(0, self.window_right or 0) if self.causal else self.window_right
+        return band(seqlen_q, seqlen_k, self.window_left, right, device=device)
 
 
 def rule_of(
@@ -75,17 +94,9 @@ class OneSequence(NamedTuple):
         return scores if self.dense is None else self.dense.modify(scores, self.batch_idx, head_idx)
 
     def hidden(self, rule: Rule, head_idx: int) -> Tensor:
-        """Bool (seqlen_q, seqlen_k) of a query head; the last row's own key is the last one."""
-        lengths = seqlen_q, seqlen_k = self.q.shape[0], self.k.shape[0]
-        row = torch.arange(seqlen_q, device=self.q.device)[:, None] + seqlen_k - seqlen_q
-        ahead = torch.arange(seqlen_k, device=self.q.device) - row
-        visible = torch.ones_like(ahead, dtype=torch.bool)
-        if rule.causal:
-            visible &= ahead <= 0
-        if rule.window_left is not None:
-            visible &= ahead >= -rule.window_left
-        if rule.window_right is not None:
-            visible &= ahead <= rule.window_right
+        """Bool (seqlen_q, seqlen_k) of a query head."""
+        lengths = self.q.shape[0], self.k.shape[0]
+        visible = rule.visible(*lengths, self.q.device)
         if self.dense is not None:
             visible &= self.dense.visible(self.batch_idx, head_idx, *lengths)
         return ~visible
@@ -349,24 +360,14 @@ def attend_rows(
     return found._replace(out=found.out.transpose(-3, -2))
 
 
-def band(
-    seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, at_end: bool = True
-) -> Tensor:
-    """(L, S): keys from left before to right behind a query's own; at_end: the last ones meet."""
-    shift = seqlen_k - seqlen_q if at_end else 0
-    ahead = torch.arange(seqlen_k) - (torch.arange(seqlen_q)[:, None] + shift)
-    visible = ahead >= -left if left >= 0 else torch.ones_like(ahead, dtype=torch.bool)
-    return visible & (ahead <= right) if right >= 0 else visible
-
-
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Sequence[int], ends_k: Sequence[int],
     window: tuple[int, int] = (-1, -1), scale: float | None = None,
 ) -> Attention:  # fmt: skip
     """q, k, v (total, heads, d), sequences between ends; lse (heads, total_q)."""
-    found = []
+    found, sides = [], [None if side < 0 else side for side in window]
     for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-        visible = band(b - a, d - c, *window)
+        visible = band(b - a, d - c, *sides)
         found.append(attend_rows(q[a:b], k[c:d], v[c:d], visible, scale=scale))
     outs, lses, probabilities = zip(*found, strict=True)
     return Attention(torch.cat(outs), torch.cat(lses, 1), probabilities[-1])
