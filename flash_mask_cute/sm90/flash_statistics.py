@@ -46,8 +46,6 @@ LOWEST_EXPONENT = -(2.0**100)
 NO_VALUES = 16
 # A warp may store sums of keys of a block while others read those of the block before.
 _STAGES_OF_SUMS = 2
-# whether S is issued before the reduction; False: where the compiler places it
-_AHEAD = True
 
 
 @dataclass(frozen=True)
@@ -230,9 +228,7 @@ class RowStatistics(KeyBlocks):
         self.issue_scores(acc_S, tile, block)
         flags = self._block_flags(block)
         # always: the compiler places S ahead of a branch by what came with the keys
-        if const_expr(reduced is not None and not _AHEAD):
-            self.reduce(block - 1, reduced)
-        elif const_expr(reduced is not None):  # noqa: SIM102 (while tracing)
+        if const_expr(reduced is not None):  # noqa: SIM102 (while tracing)
             if flags >= 0:
                 self.reduce(block - 1, reduced)
         warpgroup.wait_group(0)

@@ -290,7 +290,7 @@ class HostileCall:
     def visible(self, batch: int, head: int, *lengths: int) -> Tensor:
         """Bool (seqlen_q, seqlen_k); lengths are those in use."""
         rule = rule_of(self.q, **self.plain_keywords())
-        band = rule.visible(*lengths, self.q.device)
+        band = rule.visible(*lengths, device=self.q.device)
         return band & self.dense.visible(batch, head, *lengths)
 
     def describe(self) -> str:

@@ -111,8 +111,8 @@ CASES: dict[str, tuple[Case, Wanted]] = {
     "splits": (Case("splits", 1, 3, 2000, **GROUP, head_dim=64), Wanted(deterministic=True)),
     "keys-as-rows": (Case("keys", 1, 32, 300, **GROUP, causal=True), Wanted(("key_sums",))),
     "keys-as-rows-of-some": (
-        Case("some", 2, 100, 300, **GROUP, head_dim=64, window_left=90, window_right=50, softcap=9.0,
-            softmax_scale=-0.3, seqused_q=(70, 0), seqused_k=(300, 131)),
+        Case("some", 2, 100, 300, **GROUP, head_dim=64, window_left=90, window_right=50,
+            softcap=9.0, softmax_scale=-0.3, seqused_q=(70, 0), seqused_k=(300, 131)),
         Wanted(("key_sums",)),
     ),
     "exact": (Case("exact", 1, 200, 300, **GROUP, head_dim=64), Wanted(deterministic=True)),

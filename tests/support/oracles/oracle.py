@@ -365,9 +365,10 @@ def packed_attention(
     window: tuple[int, int] = (-1, -1), scale: float | None = None,
 ) -> Attention:  # fmt: skip
     """q, k, v (total, heads, d), sequences between ends; lse (heads, total_q)."""
-    found, sides = [], [None if side < 0 else side for side in window]
+    found = []
+    left, right = (None if side < 0 else side for side in window)
     for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
-        visible = band(b - a, d - c, *sides)
+        visible = band(b - a, d - c, left, right)
         found.append(attend_rows(q[a:b], k[c:d], v[c:d], visible, scale=scale))
     outs, lses, probabilities = zip(*found, strict=True)
     return Attention(torch.cat(outs), torch.cat(lses, 1), probabilities[-1])
