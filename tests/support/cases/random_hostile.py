@@ -287,11 +287,11 @@ class HostileCall:
             "causal": self.frame.causal, "window_size_left": left, "window_size_right": right,
         }  # fmt: skip
 
-    def visible(self, batch: int, head: int, *lengths: int) -> Tensor:
+    def visible(self, batch: int, head: int, seqlen_q: int, seqlen_k: int) -> Tensor:
         """Bool (seqlen_q, seqlen_k); lengths are those in use."""
         rule = rule_of(self.q, **self.plain_keywords())
-        band = rule.visible(*lengths, device=self.q.device)
-        return band & self.dense.visible(batch, head, *lengths)
+        band = rule.visible(seqlen_q, seqlen_k, self.q.device)
+        return band & self.dense.visible(batch, head, seqlen_q, seqlen_k)
 
     def describe(self) -> str:
         shapes = [f"{tuple(x.shape)} strides {x.stride()}" for x in (self.q, self.k, self.v)]
