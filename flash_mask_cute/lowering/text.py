@@ -209,7 +209,7 @@ class _Writer:
         if name == "_local_scalar_dense":
             what = "takes a number out of a tensor, which has none yet: compute with tensors"
             raise self._refusal(node, what)
-        if ops.is_random(node.target):
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise self._refusal(node, "draws random numbers: draw them before, in a tensor")
         if name.endswith("_") and not name.endswith("__"):
             raise self._refusal(node, "writes into a tensor: compute a new value instead")
@@ -236,8 +236,12 @@ class _Writer:
         )  # fmt: skip
 
     def _run(self, node: Node) -> Tensor:
+        """The result of an operator on known values, on the CPU."""
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
-        return ops.run_for_real(node.target, args, kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        result: Tensor = node.target(*args, **kwargs)
+        return result
 
     def _lowered(self, node: Node, name: str, out: Tensor) -> Any:
         rule = ops.RULES.get(name) or SEARCHES.get(name)
