@@ -312,18 +312,15 @@ class _Writer:
         def add(element: Element) -> Element:
             if element.is_simple or element.constant is not None:
                 return element
-            free = name if name not in self._names else self._free_name(name)
+            free, number = name, 0
+            while free in self._names:
+                number += 1
+                free = f"{name}_{number}"
             self._names.add(free)
             self._lines.append(_Line(free, element.text, element.read))
             return element._replace(text=free, is_simple=True, read=None)
 
         return add
-
-    def _free_name(self, name: str) -> str:
-        number = 1
-        while f"{name}_{number}" in self._names:
-            number += 1
-        return f"{name}_{number}"
 
     def _result(self, returned: Any) -> str:
         """The return value of the mod, as an expression."""
