@@ -235,13 +235,13 @@ class _Writer:
             self._name_element(node.name),
         )  # fmt: skip
 
-    def _run(self, node: Node) -> Tensor:
+    def _run(self, node: Node) -> Any:
         """The result of an operator on known values, on the CPU."""
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        result: Tensor = node.target(*args, **kwargs)
-        return result
+        target: Any = node.target
+        return target(*args, **kwargs)
 
     def _lowered(self, node: Node, name: str, out: Tensor) -> Any:
         rule = ops.RULES.get(name) or SEARCHES.get(name)
