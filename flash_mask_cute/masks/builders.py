@@ -399,7 +399,7 @@ def image_blocks(ids: Tensor, window: int | None = None) -> ColumnMask:
     if window is not None:
         check_int("window", window)
     seqlen, later = of_tokens.shape[1], of_tokens[:, 1:]
-    first, end = runs_of_tokens((later != of_tokens[:, :-1]) | (later < 0), seqlen)
+    first, end = _runs_of_tokens((later != of_tokens[:, :-1]) | (later < 0), seqlen)
     if window is None:
         hidden_from = torch.full_like(end, seqlen)
     else:
@@ -678,7 +678,7 @@ def _table(ends: Tensor, starts: Tensor, seqlen: int) -> Tensor:
     return torch.stack((F.pad(ends, (0, 1)), F.pad(starts, (0, 1), value=seqlen)), dim=-1)
 
 
-def runs_of_tokens(starts_anew: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
+def _runs_of_tokens(starts_anew: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
     """The first token and the end of each token's run, (batch, seqlen). starts_anew: whether a run
     starts at token i + 1."""
     positions = _positions(seqlen, starts_anew.device)
@@ -688,8 +688,8 @@ def runs_of_tokens(starts_anew: Tensor, seqlen: int) -> tuple[Tensor, Tensor]:
 
 
 def _from_starts(starts_anew: Tensor, seqlen: int, is_causal: bool) -> ColumnMask:
-    """starts_anew: as in `runs_of_tokens`."""
-    starts, ends = runs_of_tokens(starts_anew, seqlen)
+    """starts_anew: as in `_runs_of_tokens`."""
+    starts, ends = _runs_of_tokens(starts_anew, seqlen)
     vectors = (ends,) if is_causal else (ends, starts)
     indices = torch.stack(vectors, dim=-1)[:, None].int()
     return _self_attention(indices, causal=is_causal, documents=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import masking_utils
 
 from flash_mask_cute.lowering.lower import lower_mod
-from flash_mask_cute.masks.builders import runs_of_tokens
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.runtime.recent import Recent
 
@@ -89,9 +88,13 @@ def packed_columns(
 def _columns(begins: Tensor, left: int | None, right: int | None) -> ColumnMask:
     seqlen = begins.shape[1] + 1
     place = torch.arange(seqlen, device=begins.device)
-    starts, ends = runs_of_tokens(begins, seqlen)
+    pad = torch.nn.functional.pad
+    is_last = pad(begins, (0, 1), value=True)
+    ends = torch.where(is_last, place + 1, seqlen).flip(1).cummin(1).values.flip(1)
     vectors = [ends if left is None else ends.minimum(place + left + 1)]
     if right != 0:
+        is_first = pad(begins, (1, 0), value=True)
+        starts = torch.where(is_first, place, 0).cummax(1).values
         vectors.append(starts if right is None else starts.maximum(place - right))
     indices = torch.stack(vectors, -1)[:, None].int()
     return ColumnMask(indices, right == 0, True, seqlen, one_sequence=True)
