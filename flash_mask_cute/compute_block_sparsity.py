@@ -24,7 +24,6 @@ from flash_mask_cute.block_sparsity import (
 from flash_mask_cute.call.check.keywords import public_call, refuse_keywords
 from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods
 from flash_mask_cute.mask_prep.block_scan import HOST, ScanProblem, compile_scan
-from flash_mask_cute.masks.builder_arguments import check_int
 from flash_mask_cute.mods.aux_tensors import OutsideError, check_record, new_record
 from flash_mask_cute.mods.on_cpu import all_inside
 from flash_mask_cute.mods.signature import check_mod
@@ -168,7 +167,10 @@ def _scan(
     check_mod("mask_mod", mask_mod)
     extents = zip((*names, "seqlen_q", "seqlen_k"), (*batch_heads, *seqlens), strict=True)
     for name, extent in extents:
-        check_int(name, extent)
+        if isinstance(extent, bool) or not isinstance(extent, int):
+            raise TypeError(f"{name} must be an int, got {extent!r}")
+        if extent < 0:
+            raise ValueError(f"{name} must not be negative, got {extent}")
     blocks = tuple(-(-seqlen // block) for seqlen, block in zip(seqlens, block_size, strict=True))
     # also within inference mode: only ordinary tensors tell whether they changed
     with torch.inference_mode(False):
