@@ -7,6 +7,7 @@ Everything is computed on the CPU, with one or two bytes for each pair of a quer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ from flash_mask_cute.block_sparsity import (
 )
 from flash_mask_cute.cpu.tiles import classes_of_columns
 from flash_mask_cute.lowering.pair import named_by_mods, resolve_mods
-from flash_mask_cute.masks.builder_arguments import check_int
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.masks.selected_blocks import SelectedBlocks, check_form, is_chosen
 from flash_mask_cute.mods.aux_tensors import OutsideError
@@ -115,10 +115,7 @@ def plot(
         >>> axes.figure.savefig("mask.png")  # doctest: +SKIP
     """
     # before a mask_mod is evaluated, which takes longer
-    sizes = {"tile_m": tile_m, "tile_n": tile_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    for name, size in sizes.items():
-        if size is not None:
-            check_int(name, size, 1)
+    _check_tile(*(DEFAULT_TILE if tile is None else tile for tile in (tile_m, tile_n)))
     scores = _scores_of(mask, seqlen_q, seqlen_k, aux_tensors)
     tile_m = scores.tile[0] if tile_m is None else tile_m
     tile_n = scores.tile[1] if tile_n is None else tile_n
@@ -204,6 +201,8 @@ def _sampled(extent: int) -> Tensor:
 def _scores_of(
     mask: Any, seqlen_q: int | None, seqlen_k: int | None, aux_tensors: Sequence[Tensor] | None
 ) -> _Scores:
+    _check_length("seqlen_q", seqlen_q)
+    _check_length("seqlen_k", seqlen_k)
     is_lists = isinstance(mask, BlockSparseTensorsTorch | ComputedLists)
     is_lists = is_lists or hasattr(mask, "BLOCK_SIZE")
     is_mod = callable(mask) and not is_lists
@@ -314,6 +313,15 @@ def _evaluate(
         raise named_by_mods(error, *given) from error
 
 
+def _check_length(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r} is not an int")
+    if int(value) < 1:
+        raise ValueError(f"{name}={value} is not positive")
+
+
 def _check_dense(mask: Any) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(
@@ -328,3 +336,10 @@ def _check_dense(mask: Any) -> None:
         )
     if 0 in mask.shape:
         raise ValueError(f"mask has {mask.shape[0]} queries and {mask.shape[1]} keys")
+
+
+def _check_tile(tile_m: Any, tile_n: Any) -> None:
+    if any(isinstance(x, bool) or not isinstance(x, int) for x in (tile_m, tile_n)):
+        raise TypeError(f"tile_m={tile_m!r}, tile_n={tile_n!r} are not ints")
+    if tile_m <= 0 or tile_n <= 0:
+        raise ValueError(f"tile_m={tile_m}, tile_n={tile_n} are not positive")

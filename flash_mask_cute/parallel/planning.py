@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flash_mask_cute.masks.builder_arguments import check_int
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.parallel.visibility import NO_WINDOW, Visibility, Window, rows_before
 from flash_mask_cute.rules.intervals import Intervals
@@ -196,7 +195,10 @@ def plan(
         (((256, 768),), ((0, 256), (768, 1024)))
     """
     for name, value in (("world", world), ("seqlen", seqlen), ("max_ranges", max_ranges)):
-        check_int(name, value, 1)
+        if isinstance(value, bool) or not isinstance(value, INTS):
+            raise TypeError(f"{name}={value!r} is not an int")
+        if value < 1:
+            raise ValueError(f"{name}={value} is less than 1")
     step = BLOCK * world
     if seqlen % step:
         raise ValueError(

@@ -55,7 +55,7 @@ LISTS = create_block_mask(near, None, None, 300, 200, device="cpu", BLOCK_SIZE=(
         (torch.ones(3, 3, dtype=torch.bool), {"seqlen_q": 4}, ValueError, "seqlen_q=4"),
         (torch.ones(3, 3, dtype=torch.bool), {"seqlen_k": 4}, ValueError, "seqlen_k=4 of a dense"),
         (builders.causal(3), {"seqlen_k": 4}, ValueError, "seqlen_k=4 of a mask with 3 keys"),
-        (builders.causal(3), {"seqlen_q": 0}, ValueError, "seqlen_q=0 is less than 1"),
+        (builders.causal(3), {"seqlen_q": 0}, ValueError, "seqlen_q=0 is not positive"),
         (builders.causal(3), {"seqlen_q": True}, TypeError, "seqlen_q=True is not an int"),
         (builders.causal(3), {"aux_tensors": []}, ValueError, "beside a mask that is a ColumnMask"),
         (near, {}, ValueError, "seqlen_q=None of a mask_mod"),
