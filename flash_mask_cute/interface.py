@@ -448,7 +448,8 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
         return call
     given = options.window_size_left, options.window_size_right
     are_tensors = isinstance(x.q, Tensor) and isinstance(x.k, Tensor)
-    if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not all(map(_is_side, given)):
+    are_sides = all(side is None or (type(side) is int and side != -1) for side in given)
+    if not are_tensors or x.q.dim() != 4 or x.k.dim() != 4 or not are_sides:
         # refused by name later
         return call
     seqlens = x.q.shape[1], x.k.shape[1]
@@ -470,10 +471,6 @@ def with_form_of_mod(call: AttentionCall, masks: Masks) -> AttentionCall:
     return replaced(
         call, masks=masks_of(masks.score_mod, None, None, None, columns), options=options
     )
-
-
-def _is_side(side: Any) -> bool:
-    return side is None or (type(side) is int and side != -1)
 
 
 _, _, _, *_FWD_KEYWORDS = keywords_of(Direction.FORWARD)

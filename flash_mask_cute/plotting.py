@@ -115,7 +115,9 @@ def plot(
         >>> axes.figure.savefig("mask.png")  # doctest: +SKIP
     """
     # before a mask_mod is evaluated, which takes longer
-    _check_tile(*(DEFAULT_TILE if tile is None else tile for tile in (tile_m, tile_n)))
+    sizes = {"tile_m": tile_m, "tile_n": tile_n, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    for name, size in sizes.items():
+        _check_length(name, size)
     scores = _scores_of(mask, seqlen_q, seqlen_k, aux_tensors)
     tile_m = scores.tile[0] if tile_m is None else tile_m
     tile_n = scores.tile[1] if tile_n is None else tile_n
@@ -201,8 +203,6 @@ def _sampled(extent: int) -> Tensor:
 def _scores_of(
     mask: Any, seqlen_q: int | None, seqlen_k: int | None, aux_tensors: Sequence[Tensor] | None
 ) -> _Scores:
-    _check_length("seqlen_q", seqlen_q)
-    _check_length("seqlen_k", seqlen_k)
     is_lists = isinstance(mask, BlockSparseTensorsTorch | ComputedLists)
     is_lists = is_lists or hasattr(mask, "BLOCK_SIZE")
     is_mod = callable(mask) and not is_lists
@@ -336,10 +336,3 @@ def _check_dense(mask: Any) -> None:
         )
     if 0 in mask.shape:
         raise ValueError(f"mask has {mask.shape[0]} queries and {mask.shape[1]} keys")
-
-
-def _check_tile(tile_m: Any, tile_n: Any) -> None:
-    if any(isinstance(x, bool) or not isinstance(x, int) for x in (tile_m, tile_n)):
-        raise TypeError(f"tile_m={tile_m!r}, tile_n={tile_n!r} are not ints")
-    if tile_m <= 0 or tile_n <= 0:
-        raise ValueError(f"tile_m={tile_m}, tile_n={tile_n} are not positive")

@@ -263,8 +263,6 @@ def _attend_over(
             wrapped = kind_refused(prepare_append, write, call)
     elif cache.batch_idx is not None or cache.leftpad is not None:
         refuse_gradients("there are no gradients beside cache_batch_idx and cache_leftpad", x)
-    if write is wrapped is None:
-        return _attend_over_keys(over_view(call, view_of(cache, None)))
     is_traced = is_compiling or torch._C._len_torch_dispatch_stack() > 0
     if is_traced or wrapped is None:
         return _append_and_attend(cache, write, call, by_operator=is_traced)

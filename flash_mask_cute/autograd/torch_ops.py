@@ -397,7 +397,6 @@ def _attention_fwd(
 def _attention_fwd_into(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """As `_attention_fwd`."""
     refuse_dual_level()
     call = with_out(call_of_operator(q, k, v, sink, arguments), own_memory(out))
     call = with_outputs(call, _argument("wants_max", arguments), wants_low=False)
@@ -423,7 +422,6 @@ def with_out(call: AttentionCall, out: Tensor | None) -> AttentionCall:
 
 
 def _argument(name: str, arguments: Iterable[Any]) -> Any:
-    """Of the arguments of an operator by `_ARGUMENTS`, that of this name."""
     return dict(zip(_ARGUMENTS, arguments, strict=True))[name]
 
 

@@ -256,16 +256,13 @@ def build_preprocess(facts: RowFacts, target: Target) -> Compiled:
         has_marks=facts.marked_dim is not None,
         num_semaphores=facts.num_ctas,
     )
+    has_marks, packed_heads = facts.marked_dim is not None, facts.packing[0]
     arguments = [
         operand(facts.dtype, rank, facts.dim),
         operand(facts.dtype, rank, facts.dim),
         strided(rank - 1, "float32"),
         strided(rank - 1, "float32") if facts.has_dlse else None,
-        scratch(
-            stats_words(
-                facts.tile_m, facts.num_stats, facts.marked_dim is not None, facts.packing[0]
-            )
-        ),
+        scratch(stats_words(facts.tile_m, facts.num_stats, has_marks, packed_heads)),
         scratch(facts.tile_m * facts.tile_d) if facts.clears_dq else None,
         None if facts.clears_dq or facts.num_ctas == 0 else strided(2),
         fake_tensors.vector(facts.sink_dtype),

@@ -34,7 +34,6 @@ _FEW_SEEN = 0.5
 
 
 def _choose_fixed_splits(facts: CallFacts, plan: ExecutionPlan) -> FixedSplits:
-    """Who computes the fixed splits."""
     keys, window = facts.call.options.seqlen_k_per_split, facts.window.visible
     assert keys is not None
     problem, shapes, tiles = plan.problem, plan.shapes, plan.fwd_choice.tiles

@@ -23,15 +23,16 @@ from flash_mask_cute.masks.selected_blocks import SelectedBlocks
 
 
 class KernelArguments(NamedTuple):
-    """The kernel arguments for a call's masks. block_lists: four tensors, the last two may be None.
-    columns: indices and bounds. block_size: of the lists. block_bits: (visible, full, block_q,
-    block_k) in place of lists; of a selection full is None, and the bits of tiles follow."""
+    """The kernel arguments for a call's masks, by their names in the launch. lists: four tensors,
+    the last two may be None. columns: indices and bounds. block_size: of the lists. bits: (visible,
+    full, block_q, block_k) in place of lists; of a selection full is None, and the bits of tiles
+    follow."""
 
-    block_lists: tuple[Any, ...] | None = None
+    lists: tuple[Any, ...] | None = None
     aux_tensors: tuple[Tensor, ...] | None = None
     columns: tuple[Tensor, Tensor] | None = None
     block_size: tuple[int, int] | None = None
-    block_bits: tuple[Any, ...] | None = None
+    bits: tuple[Any, ...] | None = None
 
 
 class MaskArguments:

@@ -72,7 +72,10 @@ def prepared_bwd(plan: ExecutionPlan) -> PreparedBwd:
         return CpuBackward(plan)
     if plan.backend is Backend.EMPTY:
         return EmptyBackward(plan)
-    makers = _mask_bits_maker(plan), _tables_maker(plan), _shared_maker(plan)
+    makers: list[Any] = [_mask_bits_maker(plan), _tables_maker(plan)]
+    if plan.shared is not None:
+        function = compile_shared_sums(plan).function
+        makers.append(MakeSharedSums(plan.shared, plan.shapes, function))
     return KernelBackward(plan, compiled_bwd(plan), *makers)
 
 
@@ -118,13 +121,6 @@ def _tables_maker(plan: ExecutionPlan) -> MakeDifferenceTables | None:
     if tables is None or score_mod is None or not tables.reads:
         return None
     return MakeDifferenceTables(tables, compile_difference_tables(plan, score_mod, tables).function)
-
-
-def _shared_maker(plan: ExecutionPlan) -> MakeSharedSums | None:
-    """The kernel that walks over batch entries."""
-    if plan.shared is None:
-        return None
-    return MakeSharedSums(plan.shared, plan.shapes, compile_shared_sums(plan).function)
 
 
 def _mask_bits_maker(plan: ExecutionPlan) -> MakeMaskBits | None:

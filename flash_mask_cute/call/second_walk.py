@@ -53,11 +53,7 @@ class SecondWalk:
             "softcap": plan.softcap if plan.problem.has_softcap else None,
             "counter": tile_counter(x.q, x.q.get_device()),
             "q_start": of.q_starts if plan.q_start.kind == EACH else plan.q_start.operand(),
-            "lists": of_masks.block_lists,
-            "aux_tensors": of_masks.aux_tensors,
-            "columns": of_masks.columns,
-            "block_size": of_masks.block_size,
-            "bits": of_masks.block_bits,
+            **of_masks._asdict(),
             **operands,
         }
         with torch.cuda.device_of(x.q):

@@ -6,7 +6,6 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -75,12 +74,7 @@ class patch_flex_attention:
     def __enter__(self) -> patch_flex_attention:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         setattr(torch_module, _NAME, self._before)
         for place in reversed(self._places):
             setattr(place.owner, place.name, place.value)

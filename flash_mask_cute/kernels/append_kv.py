@@ -179,16 +179,12 @@ class AppendKV:
         thread, _, _ = cute.arch.thread_idx()
         heads, dim = source.shape
         pairs = rotary.cos.shape[1]
-        at = cutlass.max(cutlass.min(position, rotary.cos.shape[0] - 1), 0)
         for i in range(thread, heads * pairs, NUM_THREADS):
             head_idx = i // pairs
             pair = i - head_idx * pairs
-            a, b = pair, pair + pairs
-            if const_expr(self.interleaved):
-                a, b = 2 * pair, 2 * pair + 1
-            x, y = _turned_pair(rotary, at, pair, source, ((head_idx, a), (head_idx, b)))
-            target[head_idx, a] = x.to(target.element_type)
-            target[head_idx, b] = y.to(target.element_type)
+            turned = self._turned(rotary, position, source, head_idx, pair)
+            for place, number in turned:
+                target[head_idx, place] = number.to(target.element_type)
         rest = dim - 2 * pairs
         for i in range(thread, heads * rest, NUM_THREADS):
             head_idx = i // rest
@@ -260,25 +256,23 @@ class AppendKV:
         if const_expr(rotary is not None):
             pairs = rotary.cos.shape[1]
             if element < 2 * pairs:
-                at = cutlass.max(cutlass.min(position, rotary.cos.shape[0] - 1), 0)
                 pair, is_second = element // 2, element % 2
-                a, b = 2 * pair, 2 * pair + 1
                 if const_expr(not self.interleaved):
                     is_second = element // pairs
                     pair = element - is_second * pairs
-                    a, b = pair, pair + pairs
-                x, y = _turned_pair(rotary, at, pair, source, ((head_idx, a), (head_idx, b)))
+                (_, x), (_, y) = self._turned(rotary, position, source, head_idx, pair)
                 number = cutlass.select_(is_second == 0, x, y)
         return number
 
-
-def _turned_pair(
-    rotary: Rotary, at: Int32, pair: Int32, source: cute.Tensor, places: tuple
-) -> tuple[Float32, Float32]:
-    """Two elements of a tensor, rotated by row `at` of the tables."""
-    cos, sin = rotary.cos[at, pair].to(Float32), rotary.sin[at, pair].to(Float32)
-    x, y = (source[place].to(Float32) for place in places)
-    return x * cos - y * sin, x * sin + y * cos
+    def _turned(
+        self, rotary: Rotary, position: Int32, source: cute.Tensor, head_idx: Int32, pair: Int32
+    ) -> tuple[tuple[Int32, Float32], tuple[Int32, Float32]]:
+        """A pair of elements of a row (heads, d), rotated, each with its place."""
+        at = cutlass.max(cutlass.min(position, rotary.cos.shape[0] - 1), 0)
+        a, b = (2 * pair, 2 * pair + 1) if self.interleaved else (pair, pair + rotary.cos.shape[1])
+        cos, sin = rotary.cos[at, pair].to(Float32), rotary.sin[at, pair].to(Float32)
+        x, y = source[head_idx, a].to(Float32), source[head_idx, b].to(Float32)
+        return (a, x * cos - y * sin), (b, x * sin + y * cos)
 
 
 def _divided(x: Float32, y: Float32) -> Float32:

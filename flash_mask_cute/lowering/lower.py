@@ -137,7 +137,8 @@ def lower_mod(
     if kind not in KINDS:
         raise ValueError(f"kind must be mask_mod or score_mod, got {kind!r}")
     captures = find_captures(mod)
-    target = _device_of(captures, device)
+    devices = (x.tensor.device for x in captures.tensors if x.tensor.dim())
+    target = torch.device(next(devices, "cpu") if device is None else device)
     program, captures = _program(_Asked(mod, kind, captures, target))
     return program.at_call(mod, captures, target)
 
@@ -173,13 +174,6 @@ def mod_source(
 
         kind = kind_of_torch_mod(mod)
     return lower_mod(mod, kind, device).source
-
-
-def _device_of(captures: Captures, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    devices = [x.tensor.device for x in captures.tensors if x.tensor.dim()]
-    return devices[0] if devices else torch.device("cpu")
 
 
 # -- what is kept -------------------------------------------------------------------------------

@@ -649,14 +649,3 @@ def _dot(call: OpCall) -> Array:
         (x, y), dtype, lambda a, b: f"{a} * {b}"
     )
     return _reduced(call, products, None, lambda a, b: f"{a} + {b}", dtype)
-
-
-def is_random(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-
-
-def run_for_real(target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on known values, on the CPU."""
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    return target(*args, **kwargs)

@@ -19,17 +19,16 @@ from flash_mask_cute.lowering.values import (
 MAX_EDGES = 64
 
 
-def _bucketize(call: OpCall) -> Array:
-    return _searched(call, call.args[1], call.args[0])
-
-
 def _searchsorted(call: OpCall) -> Array:
     if call.kwargs.get("sorter") is not None:
         raise NotLowerable("searches in the order of a sorter: pass edges[sorter], sorted before")
     return _searched(call, *call.args[:2])
 
 
-SEARCHES: dict[str, Rule] = {"bucketize": _bucketize, "searchsorted": _searchsorted}
+SEARCHES: dict[str, Rule] = {
+    "bucketize": lambda call: _searched(call, call.args[1], call.args[0]),
+    "searchsorted": _searchsorted,
+}
 
 
 def _searched(call: OpCall, edges: object, value: object) -> Array:

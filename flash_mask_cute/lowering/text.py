@@ -209,7 +209,7 @@ class _Writer:
         if name == "_local_scalar_dense":
             what = "takes a number out of a tensor, which has none yet: compute with tensors"
             raise self._refusal(node, what)
-        if ops.is_random(node.target):
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise self._refusal(node, "draws random numbers: draw them before, in a tensor")
         if name.endswith("_") and not name.endswith("__"):
             raise self._refusal(node, "writes into a tensor: compute a new value instead")
@@ -235,9 +235,13 @@ class _Writer:
             self._name_element(node.name),
         )  # fmt: skip
 
-    def _run(self, node: Node) -> Tensor:
+    def _run(self, node: Node) -> Any:
+        """The result of an operator on known values, on the CPU."""
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
-        return ops.run_for_real(node.target, args, kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        target: Any = node.target
+        return target(*args, **kwargs)
 
     def _lowered(self, node: Node, name: str, out: Tensor) -> Any:
         rule = ops.RULES.get(name) or SEARCHES.get(name)
@@ -308,18 +312,15 @@ class _Writer:
         def add(element: Element) -> Element:
             if element.is_simple or element.constant is not None:
                 return element
-            free = name if name not in self._names else self._free_name(name)
+            free, number = name, 0
+            while free in self._names:
+                number += 1
+                free = f"{name}_{number}"
             self._names.add(free)
             self._lines.append(_Line(free, element.text, element.read))
             return element._replace(text=free, is_simple=True, read=None)
 
         return add
-
-    def _free_name(self, name: str) -> str:
-        number = 1
-        while f"{name}_{number}" in self._names:
-            number += 1
-        return f"{name}_{number}"
 
     def _result(self, returned: Any) -> str:
         """The return value of the mod, as an expression."""

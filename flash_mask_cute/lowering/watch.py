@@ -182,7 +182,7 @@ def _is_of_library(obj: Any) -> bool:
 class MemoEntry(Generic[T]):
     """What was made for mods (value, without the aux tensors), and how to see that it serves."""
 
-    __slots__ = ("_anchors", "_aux", "_makes_tensors", "_watches", "value")
+    __slots__ = ("_aux", "_makes_tensors", "_watches", "anchors", "value")
 
     def __init__(
         self, value: T, watches: Sequence[Watch], aux_tensors: Sequence[Tensor] | None,
@@ -198,7 +198,7 @@ class MemoEntry(Generic[T]):
                 weakref.ref(x) if id(x) in captured else functools.partial(_itself, x)
                 for x in aux_tensors
             ]
-        self._anchors: tuple[Any, ...] = ()
+        self.anchors: tuple[Any, ...] = ()
 
     def holds(self) -> bool:
         # what a captured graph reads must outlive it, and what is kept here may be dropped
@@ -212,9 +212,6 @@ class MemoEntry(Generic[T]):
 
     def aux_tensors(self) -> list[Tensor] | None:
         return None if self._aux is None else [ref() for ref in self._aux]
-
-    def drop_with(self, objects: Iterable[object], drop: Callable[[Any], None]) -> None:
-        self._anchors = tuple(weakref.ref(x, drop) for x in objects)
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -234,12 +231,9 @@ class Memo(Generic[T]):
     def keep(self, key: Hashable, entry: MemoEntry[T], objects: Iterable[object]) -> None:
         if len(self._entries) >= _MAX_ENTRIES:
             self._entries.clear()
-        entry.drop_with(objects, functools.partial(_drop, self._entries, key))
-        self._entries[key] = entry
-
-
-def _drop(entries: dict[Hashable, Any], key: Hashable, _: Any) -> None:
-    entries.pop(key, None)
+        entries = self._entries
+        entry.anchors = tuple(weakref.ref(x, lambda _: entries.pop(key, None)) for x in objects)
+        entries[key] = entry
 
 
 # Mods that cannot be watched.

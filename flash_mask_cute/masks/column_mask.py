@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_mask_cute.limits import MAX_POSITION
 from flash_mask_cute.mask_prep.column_bounds import fill_bounds, num_key_blocks
 from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
-from flash_mask_cute.masks.builder_arguments import check_bool
+from flash_mask_cute.masks.builder_arguments import check_bool, check_int
 from flash_mask_cute.masks.runs import MAX_INT32, fit_vectors, hidden_runs, in_form
 from flash_mask_cute.rules.intervals import Intervals
 from flash_mask_cute.runtime.checks import INTS
@@ -294,11 +294,9 @@ class ColumnMask:
             ValueError: a length is negative, or larger than the mask was made for.
         """
         indices = self.startend_row_indices
-        for name, length in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-            if length is not None and not isinstance(length, INTS):
-                raise TypeError(f"{name}={length!r} is not an int")
-        if seqlen_q < 0:
-            raise ValueError(f"seqlen_q={seqlen_q} is negative")
+        check_int("seqlen_q", seqlen_q)
+        if seqlen_k is not None:
+            check_int("seqlen_k", seqlen_k)
         if isinstance(self.seqlen_q, INTS) and seqlen_q > self.seqlen_q:
             raise ValueError(f"seqlen_q={seqlen_q} of a mask with {self.seqlen_q} queries")
         if seqlen_k is None:

@@ -168,11 +168,6 @@ def _same(o: _Step) -> Float32:
     return o.grad
 
 
-def _by_modulus(o: _Step) -> Float32:
-    # a - b * n, n the whole number of times that b fits
-    return -o.grad * cute.math.round((o.a - o.out) / o.b)
-
-
 def _by_reciprocal(o: _Step) -> Float32:
     return -o.grad * o.out * o.out
 
@@ -238,7 +233,8 @@ _PARTIALS: dict[str, tuple[Callable[[_Step], Float32] | None, ...]] = {
     "arith.subf": (_same, lambda o: -o.grad),
     "arith.mulf": _PRODUCT,
     "arith.divf": (lambda o: o.divide(o.grad, o.b), lambda o: -o.divide(o.grad, o.b) * o.out),
-    "arith.remf": (_same, _by_modulus),
+    # a - b * n, n the whole number of times that b fits
+    "arith.remf": (_same, lambda o: -o.grad * cute.math.round((o.a - o.out) / o.b)),
     "arith.negf": (lambda o: -o.grad,),
     "arith.maximumf": _CHOICE,
     "arith.maxnumf": _CHOICE,

@@ -31,22 +31,9 @@ def evaluate_each(
         for j in range(cute.size(k_idx)):
             place = ScorePlace(batch_idx, head_idx, q_idx[i], k_idx[j])
             given = tuple(value[i, j] for value in values)
-            results = evaluate(mod, given, place, checked, targets)
+            results = evaluate(mod, given, place, checked, targets=targets)
             for value, result in zip(values, results, strict=False):
                 value[i, j] = result
-
-
-def _mask_mod(mod: Any, values: Any, place: Any, aux_tensors: Any, targets: Any) -> tuple:
-    return (Uint8(call_mask_mod(mod, place, aux_tensors)),)
-
-
-def _score_mod(mod: Any, values: Any, place: Any, aux_tensors: Any, targets: Any) -> tuple:
-    return (call_score_mod(mod, *values, place, aux_tensors),)
-
-
-def _derivative(mod: Any, values: Any, place: Any, aux_tensors: Any, targets: Any) -> tuple:
-    modified, slope, _ = differentiate(mod, values[0], place, aux_tensors)
-    return modified, slope
 
 
 def _add_aux_gradients(
@@ -62,15 +49,11 @@ def _add_aux_gradients(
     return ()
 
 
-def _score_mod_bwd(mod: Any, values: Any, place: Any, aux_tensors: Any, targets: Any) -> tuple:
-    return (call_score_mod_bwd(mod, *values, place, aux_tensors),)
-
-
-# What replaces the first values of a score.
+# What replaces the first values of a score, of a mod, these values, their place and aux tensors.
 EVALUATE: dict[str, Callable[..., tuple]] = {
-    "mask_mod": _mask_mod,
-    "score_mod": _score_mod,
-    "derivative": _derivative,
+    "mask_mod": lambda mod, _, *of, targets: (Uint8(call_mask_mod(mod, *of)),),
+    "score_mod": lambda mod, values, *of, targets: (call_score_mod(mod, *values, *of),),
+    "derivative": lambda mod, values, *of, targets: differentiate(mod, values[0], *of)[:2],
     "aux_gradients": _add_aux_gradients,
-    "score_mod_bwd": _score_mod_bwd,
+    "score_mod_bwd": lambda mod, values, *of, targets: (call_score_mod_bwd(mod, *values, *of),),
 }

@@ -261,7 +261,6 @@ class Values:
         return self._terms[number]
 
     def _inputs(self, value: ir.Value) -> list[ir.Value]:
-        """The values that a value is made of."""
         if key_of(value) in self._origins:
             return []
         if (limited := self._limits.get(key_of(value))) is not None:

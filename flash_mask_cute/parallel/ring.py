@@ -56,7 +56,10 @@ class Ring(torch.autograd.Function):
                 lse=torch.empty_like(lse),
             )
             assert part_lse is not None
-            out, lse = _merged(out, lse, part, part_lse)
+            parts, of_parts = torch.stack((out, part)), torch.stack((lse, part_lse))
+            out, of_rows = flash_attn_combine(parts, of_parts.mT)
+            assert of_rows is not None
+            lse = of_rows.mT.contiguous()
         if sink is not None:
             out, lse = _with_sink(out, lse, sink)
         result = out.to(q.dtype)
@@ -115,12 +118,6 @@ def _steps(
         yield (rank - step + 1) % world, keys
         (keys,) = following.wait().values()
     yield (rank + 1) % world, keys
-
-
-def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    merged, of_rows = flash_attn_combine(torch.stack((out, part)), torch.stack((lse, part_lse)).mT)
-    assert of_rows is not None
-    return merged, of_rows.mT.contiguous()
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

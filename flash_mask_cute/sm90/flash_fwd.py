@@ -621,10 +621,6 @@ class FlashAttentionForwardSm90:
             blocks.release_values(state)
             # -- epilogue
             work = ring.read(tile)
-            if const_expr(epilogue.lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
-                if not work.has_scores:
-                    # what was loaded is a row that is not in use, or a neighbour's
-                    blocks.acc_O.fill(0.0)
             o_stage = mma_warpgroup_idx()
             if const_expr(traits.share_qo):
                 o_stage += channels.q.index(tile) * traits.num_mma_warpgroups

@@ -55,6 +55,10 @@ class Epilogue:
     @cute.jit
     def run(self, blocks: KeyBlocks, sO: cute.Tensor, work: Work):
         """Scale and store this warpgroup's rows, by way of sO (64, tile_dv)."""
+        if const_expr(self.lengths.keys_may_be_absent):  # noqa: SIM102 (decided while tracing)
+            if not work.has_scores:
+                # what was loaded is a row that is not in use, or a neighbour's
+                blocks.acc_O.fill(0.0)
         if const_expr(not self.is_ordered):
             self._finish(blocks, sO, work)
         elif const_expr(isinstance(self.partials, Partials)):

@@ -345,10 +345,6 @@ class AttentionTangentSm90(FlashAttentionForwardSm90):
             channels.q.release(tile)
             blocks.end(block, accumulate)
             work = ring.read(tile)
-            if const_expr(epilogue.lengths.keys_may_be_absent):  # noqa: SIM102 (while tracing)
-                if not work.has_scores:
-                    # what was loaded is a row that is not in use, or a neighbour's
-                    blocks.acc_O.fill(0.0)
             epilogue.run(blocks, tiles.o[None, None, mma_warpgroup_idx()], work)
             ring.release(tile)
             tile += 1

@@ -68,18 +68,14 @@ def check_page_table(k: Tensor, page_table: object) -> None:
 
 def check_pages(k: Tensor, lengths: CallLengths, optional: OptionalTensors) -> None:
     """Check a page table against the pool of k, and where sequences lie in it."""
-    page_table, cu_seqlens_k, seqused_k = (
-        lengths.page_table,
-        lengths.cu_seqlens_k,
-        lengths.seqused_k,
-    )
+    page_table, seqused_k = lengths.page_table, lengths.seqused_k
     kv_batch_idx, leftpad_k = optional.kv_batch_idx, optional.leftpad_k
     check_page_table(k, page_table)
     assert isinstance(page_table, Tensor)
-    if cu_seqlens_k is not None:
+    if lengths.cu_seqlens_k is not None:
         raise ValueError(
             "cu_seqlens_k must be None beside page_table, which says where the keys of a sequence "
-            f"lie; give seqused_k for their number, got {brief(cu_seqlens_k)}"
+            f"lie; give seqused_k for their number, got {brief(lengths.cu_seqlens_k)}"
         )
     if kv_batch_idx is not None:
         check_index_vector("kv_batch_idx", kv_batch_idx, k.device)
