@@ -116,31 +116,15 @@ class MakeQueryLists:
 
     @cute.jit
     def __call__(
-        self,
-        mIndices: cute.Tensor,
-        mCounts: cute.Tensor,
-        mTotals: cute.Tensor,
-        mWeights: cute.Tensor,
-        mStarts: cute.Tensor,
-        mTokens: cute.Tensor,
-        mItems: cute.Tensor,
-        mNumItems: cute.Tensor,
-        block_size: Int32,
-        tile_n: Int32,
-        num_tiles: Int32,
-        range_rows: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        stream,
-        mCuSeqlensQ: cute.Tensor | None = None,
-        mCuSeqlensK: cute.Tensor | None = None,
-        mSeqUsedQ: cute.Tensor | None = None,
-        mSeqUsedK: cute.Tensor | None = None,
-        window_size_left: Int32 | None = None,
-        window_size_right: Int32 | None = None,
-        mQStart: cute.Tensor | Int32 | None = None,
-        mLSE: cute.Tensor | None = None,
-    ):
+        self, mIndices: cute.Tensor, mCounts: cute.Tensor, mTotals: cute.Tensor,
+        mWeights: cute.Tensor, mStarts: cute.Tensor, mTokens: cute.Tensor, mItems: cute.Tensor,
+        mNumItems: cute.Tensor, block_size: Int32, tile_n: Int32, num_tiles: Int32,
+        range_rows: Int32, seqlen_q: Int32, seqlen_k: Int32, stream,
+        mCuSeqlensQ: cute.Tensor | None = None, mCuSeqlensK: cute.Tensor | None = None,
+        mSeqUsedQ: cute.Tensor | None = None, mSeqUsedK: cute.Tensor | None = None,
+        window_size_left: Int32 | None = None, window_size_right: Int32 | None = None,
+        mQStart: cute.Tensor | Int32 | None = None, mLSE: cute.Tensor | None = None,
+    ):  # fmt: skip
         """Launch five kernels on `stream`.
 
         :param mIndices: int32 or int64 (batch | 1, heads, rows, k), any strides

@@ -213,33 +213,16 @@ class FlashAttentionBackwardSm90:
 
     @cute.jit
     def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mStats: cute.Tensor,
-        mdQaccum: cute.Tensor,
-        mSemaphores: cute.Tensor | None,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        softmax_scale: Float32,
-        stream,
-        mCuSeqlensQ: cute.Tensor | None = None,
-        mCuSeqlensK: cute.Tensor | None = None,
-        mSeqUsedQ: cute.Tensor | None = None,
-        mSeqUsedK: cute.Tensor | None = None,
-        window_size_left: Int32 | None = None,
-        window_size_right: Int32 | None = None,
-        aux_tensors=None,
-        softcap: Float32 | None = None,
-        tile_counter: cute.Tensor | None = None,
-        column_tensors=None,
-        block_bits=None,
-        aux_grads=None,
-        mask_bit_tensors: tuple | None = None,
-        mQStart: cute.Tensor | Int32 | None = None,
-    ):
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor,
+        mStats: cute.Tensor, mdQaccum: cute.Tensor, mSemaphores: cute.Tensor | None,
+        mdK: cute.Tensor, mdV: cute.Tensor, softmax_scale: Float32, stream,
+        mCuSeqlensQ: cute.Tensor | None = None, mCuSeqlensK: cute.Tensor | None = None,
+        mSeqUsedQ: cute.Tensor | None = None, mSeqUsedK: cute.Tensor | None = None,
+        window_size_left: Int32 | None = None, window_size_right: Int32 | None = None,
+        aux_tensors=None, softcap: Float32 | None = None, tile_counter: cute.Tensor | None = None,
+        column_tensors=None, block_bits=None, aux_grads=None,
+        mask_bit_tensors: tuple | None = None, mQStart: cute.Tensor | Int32 | None = None,
+    ):  # fmt: skip
         """Launch on `stream`.
 
         Shapes: mQ, mdO (batch, seqlen_q, heads_q, d), or (total_q, heads_q, d) with mCuSeqlensQ;

@@ -106,24 +106,11 @@ class ShortBackwardSm90:
 
     @cute.jit
     def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mdO: cute.Tensor,
-        mStats: cute.Tensor,
-        mdQ: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        sums: tuple,
-        aux_tensors,
-        softmax_scale: Float32,
-        scale_dq: Float32,
-        num_parts: Int32,
-        stream,
-        window_size_left: Int32 | None = None,
-        window_size_right: Int32 | None = None,
-    ):
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor,
+        mStats: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, sums: tuple,
+        aux_tensors, softmax_scale: Float32, scale_dq: Float32, num_parts: Int32, stream,
+        window_size_left: Int32 | None = None, window_size_right: Int32 | None = None,
+    ):  # fmt: skip
         """Launch on `stream`. Arguments are those of the main kernel, dense, with as many heads of
         keys as of queries. num_parts: of the batch. sums: as in `SharedGradientsSm90`."""
         traits = self.traits
