@@ -24,6 +24,7 @@ from flash_mask_cute.call.forward import KernelForward
 from flash_mask_cute.call.kernel_operands import FORWARD, STREAM
 from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.call.prepare import prepare_bwd, prepare_fwd
+from flash_mask_cute.limits import LONGEST
 from flash_mask_cute.mask_prep.documents import max_documents
 from flash_mask_cute.mask_prep.mask_bits import (
     BitTiles,
@@ -149,7 +150,7 @@ def test_what_a_forward_passes_on() -> None:
     (mask_bits, cu_seqlens, spans, bounds, begins, logical, aux, _, most, part), main = calls
     assert part == (0, 88) and most == 44
     tiles, states, places = mask_bits
-    assert tiles.shape[:3] == states.shape and places.shape == (4, 2)
+    assert tiles.shape[:3] == states.shape and places.shape == (4 + LONGEST + 1, 2)
     assert (spans.shape, bounds.shape, begins.shape) == ((2, 1, 700, 2), (2, 1, 4, 6), (2, 2))
     assert cu_seqlens.shape == (5,) and logical is None and len(aux) == 1
     q, _, _, rows, lse_rows = main[:5]
