@@ -68,10 +68,10 @@ class Claims:
             self.channel.wait(number)
             claimed = cute.make_tensor(self.word, cute.make_layout(1))[0]
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                # Relaxed, although the leader then writes the word again: the one copy of it is in
-                # this CTA's shared memory, and its reads are issued before. An arrival that
-                # releases would also wait for what is written to memory of the GPU.
+            # No claim is negative, but an arrival alone would not wait for the load.
+            if (cute.arch.lane_idx() == 0) & (claimed >= 0):
+                # Relaxed: the word is in this CTA's shared memory. An arrival that releases would
+                # also wait for what is written to memory of the GPU.
                 cute.arch.mbarrier_arrive(
                     self.channel.vacancy(number), LEADER, relaxed=True, scope=MemScopeKind.CLUSTER
                 )
