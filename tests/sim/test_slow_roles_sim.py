@@ -299,6 +299,7 @@ OTHERS: dict[str, tuple[Callable[[ModuleType], None], tuple[str, ...]]] = {
             ),
             *("mask_prep.documents_kernel.find", "mask_prep.documents_kernel.split"),
             *("mask_prep.mask_bits_varlen_kernel.number", "mask_prep.mask_bits_varlen_kernel.fill"),
+            "mask_prep.mask_bits_varlen_kernel.pick",
         ),
     ),
 }
