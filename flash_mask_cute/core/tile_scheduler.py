@@ -193,7 +193,7 @@ class TileScheduler:
         return self._locate_dense(search.index), search
 
     def _locate_longest(self, search: Search, *blocks_of: Any) -> tuple[WorkTile, Search]:
-        """The longest blocks, then all blocks, of which those are marked as done."""
+        """The longest blocks, then all blocks. The block of a tile that is done is negative."""
         count, sequence, block = self.longest
         num_longest = count * self.params.num_heads
         others = search._replace(index=cutlass.max(search.index - num_longest, 0))
