@@ -24,6 +24,7 @@ from flash_mask_cute.rules.mask_rules import (
     both,
     broadcast_place,
 )
+from flash_mask_cute.rules.selection_walk import SelectionWords
 
 # rows whose mask_mod is evaluated together: the places of their bits are constants
 ROWS_PER_EVAL = 4
@@ -86,16 +87,18 @@ class ForwardMask(MaskRules):
             return self.block_info.get_n_block_min_max(self.seqlen_of(work), work.block)
         return Int32(0), cute.ceil_div(work.seqlen_k, self.block_info.tile_n)
 
-    def split(self, work: Work, num_heads: Int32, num_splits: Int32) -> tuple:
-        """One of `num_splits` splits of a work tile; head_idx counts the heads of all splits. What
-        follows is known of its walk."""
+    def split(
+        self, work: Work, num_heads: Int32, num_splits: Int32
+    ) -> tuple[Work, SelectionWords | None]:
+        """One of `num_splits` splits of a work tile, and words for its walk if the choice of its
+        queries cuts it. head_idx counts the heads of all splits."""
         split_idx = work.head_idx // num_heads
         work = work._replace(head_idx=work.head_idx - split_idx * num_heads, place=split_idx)
         first, end = self.key_blocks(work)
-        known: tuple = ()
+        words = None
         if self._cuts_walks:
             places = split_idx, split_idx + 1, num_splits
-            first, end, *known = selection_walk.cut(self, work, *places)
+            first, end, words = selection_walk.cut(self, work, *places)
         elif self.skip:
             of_splits = replace(self.block_info, is_split_kv=True)
             first, end = of_splits.get_n_block_min_max(
@@ -105,7 +108,7 @@ class ForwardMask(MaskRules):
             of_split = cute.ceil_div(end, num_splits)
             first = cutlass.min(split_idx * of_split, end)
             end = cutlass.min(first + of_split, end)
-        return work._replace(first_block=first, end_block=end), *known
+        return work._replace(first_block=first, end_block=end), words
 
     @property
     def _cuts_walks(self) -> bool:
@@ -136,15 +139,17 @@ class ForwardMask(MaskRules):
         return work._replace(first_block=first, end_block=end)
 
     @cute.jit
-    def send_walk(self, ring: WalkRing, number: Int32, work: Work, known: Any = None) -> Int32:
+    def send_walk(
+        self, ring: WalkRing, number: Int32, work: Work, words: SelectionWords | None = None
+    ) -> Int32:
         """Send the walk of a work tile as chunks, starting with chunk `number`; returns the next
-        number. A walk that sees nothing visits one hidden block. known: instead of _list_start."""
+        number. A walk that sees nothing visits one hidden block. words: instead of _list_start."""
         n_block_min, n_block_max = work.first_block, work.end_block
         if const_expr(work.first_block is None):
             n_block_min, n_block_max = self.key_blocks(work)
         # a scheduler warp has few registers but those of the whole warp
         n_block_min = cute.arch.make_warp_uniform(n_block_min)
-        position = self._list_start(work) if const_expr(known is None) else known
+        position = self._list_start(work) if const_expr(words is None) else words
         pending = Chunk.hidden_block(n_block_min, work.head_idx)
         if const_expr(self.own_rows is not None):
             pending = pending.with_owners([Int32(0)] * self._num_owners)
@@ -231,7 +236,7 @@ class ForwardMask(MaskRules):
     def _list_start(self, work: Work) -> Any:
         """What is known of the lists (of each owner), or of the selection, when a walk begins."""
         if self.has_selection:
-            return selection_walk.SelectionWords.none()
+            return SelectionWords.none()
         if self.args.lists is None:
             return ListPosition(Int32(0), Int32(0))
         if self.own_rows is None:
