@@ -8,6 +8,9 @@ A load from tensor memory (LDTM) is complete when its scoreboard is at 0, and a 
 FENCE.VIEW.ASYNC.T. A warp that arrives on an mbarrier before that gives away tensor memory that it
 still reads, or has not written yet. `early_arrivals` finds such places. The compiler puts the waits
 there for `tcgen05.wait`, so they can be missing although the PTX has it.
+
+Nor does an arrival on an mbarrier of another CTA wait for loads from shared memory before it
+(docs/facts/compiler.md). One on the CTA's own mbarrier does.
 """
 
 from __future__ import annotations
@@ -139,16 +142,15 @@ class Code:
         return Counter(self.instructions[i].opcode for i in way)
 
 
-# -- arrivals while tensor memory is in use -------------------------------------------------------
+# -- arrivals while memory is in use --------------------------------------------------------------
 
-# in place of the scoreboard of a load that has none: the next load's with one is its own, too
-OF_NEXT = -1
 # in place of the scoreboard of a store
-OF_FENCE = -2
+OF_FENCE = -1
+LOADS = ("LDTM", "LDS", "LDSM")
 
 
 class EarlyArrival(NamedTuple):
-    """Addresses of an arrival and of the LDTM or STTM that may not be complete then."""
+    """Addresses of an arrival and of the access that may not be complete then."""
 
     arrival: str
     access: str
@@ -158,7 +160,11 @@ class EarlyArrival(NamedTuple):
         return f"SYNCS.ARRIVE at {self.arrival} while the {self.opcode} at {self.access} is open"
 
 
-def _after(x: Instruction, place: int, open_: Mapping[int, int]) -> dict[int, int]:
+# A load without a scoreboard has the one of the next load of its kind; until then, that opcode.
+Board = int | str
+
+
+def _after(x: Instruction, place: int, open_: Mapping[int, Board]) -> dict[int, Board]:
     """{place of an access that may not be complete: its scoreboard} after an instruction."""
     left = {at: board for at, board in open_.items() if board not in x.waits}
     if x.opcode == "DEPBAR":
@@ -169,38 +175,47 @@ def _after(x: Instruction, place: int, open_: Mapping[int, int]) -> dict[int, in
         left = {at: board for at, board in left.items() if board != OF_FENCE}
     if x.opcode == "STTM":
         left[place] = OF_FENCE
-    if x.opcode == "LDTM":
-        board = OF_NEXT if x.write_barrier is None else x.write_barrier
-        left = {at: board if other == OF_NEXT else other for at, other in left.items()}
-        left[place] = board
+    if x.opcode in LOADS:
+        own = x.opcode if x.write_barrier is None else x.write_barrier
+        left = {at: own if board == x.opcode else board for at, board in left.items()}
+        left[place] = own
     return left
+
+
+def _arrives(x: Instruction) -> bool:
+    return x.opcode == "SYNCS" and ".ARRIVE" in x.kind
+
+
+def is_remote(x: Instruction) -> bool:
+    """Whether it arrives on an mbarrier of another CTA."""
+    return _arrives(x) and ".RED" in x.kind
 
 
 def early_arrivals(code: Code) -> list[EarlyArrival]:
     """Arrivals of a warp on an mbarrier, on some way, while an LDTM of it is in flight, or between
-    an STTM and its fence.
+    an STTM and its fence; on another CTA's mbarrier also while a load from shared memory is.
 
     code: with control bits. Raises ValueError where a load has none.
     """
     instructions = code.instructions
-    loads = code.where(lambda x: x.opcode == "LDTM")
+    loads = code.where(lambda x: x.opcode in LOADS)
     if loads and not any(x.waits for x in instructions):
         raise ValueError("the text has no control bits: nvdisasm -hex prints them")
     # an access may come to a place with one scoreboard or another
-    states: dict[int, set[tuple[int, int]]] = {0: set()}
+    states: dict[int, set[tuple[int, Board]]] = {0: set()}
     work, found = [0], set()
     while work:
         place = work.pop()
         x = instructions[place]
         reaching = states[place]
-        after: set[tuple[int, int]] = set()
+        after: set[tuple[int, Board]] = set()
         for item in [dict([pair]) for pair in reaching] or [{}]:
-            left = _after(x, place, item)
-            after |= set(left.items())
-        if x.opcode == "SYNCS" and ".ARRIVE" in x.kind:
+            after |= set(_after(x, place, item).items())
+        if _arrives(x):
             for at, _ in after:
                 y = instructions[at]
-                found.add(EarlyArrival(x.address, y.address, y.opcode))
+                if is_remote(x) or y.opcode in ("LDTM", "STTM"):
+                    found.add(EarlyArrival(x.address, y.address, y.opcode))
         for following in code.following[place]:
             if following not in states or not after <= states[following]:
                 states[following] = states.get(following, set()) | after

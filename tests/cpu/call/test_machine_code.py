@@ -1,4 +1,4 @@
-"""Machine code as a graph; kernels for Blackwell do not give away tensor memory in use."""
+"""Machine code as a graph; kernels do not give away memory that they still read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from flash_mask_cute.runtime.cache import compile_lock
 from flash_mask_cute.runtime.compiler import compiler_keeps
 from flash_mask_cute.runtime.machine_code import disassembly
 from flash_mask_cute.sm100 import umma
-from lab.machine_code import Code, Instruction, early_arrivals
+from lab.machine_code import Code, Instruction, early_arrivals, is_remote
 
+# Hopper's kernels whose two CTAs arrive on each other's mbarriers
+CLUSTERS = re.compile(r"(bwd-)?d(320|384|512)-|bwd-d(136|160|192|192v128)-")
 BLACKWELL = tuple(
     name for name in VARIANTS if name.startswith(("sm100-d", "sm103-d", "sm100-bwd", "sm103-bwd"))
 )
+
+IN_CLUSTERS = tuple(name for name in VARIANTS if CLUSTERS.match(name))
 
 # Two bodies in a loop, of which one has an inner loop, and a wait with a slow way.
 TEXT = """
@@ -116,6 +120,39 @@ def test_arrivals_while_tensor_memory_is_in_use() -> None:
     assert told(unfenced) == ["SYNCS.ARRIVE at 0070 while the STTM at 0050 is open"]
     with pytest.raises(ValueError, match="no control bits"):
         early_arrivals(Code.create(re.sub(r"/\* 0x\w+ \*/", "", as_printed(LOADED))))
+
+
+# Two loads from shared memory, the first without a scoreboard, and an arrival at the other CTA.
+READ = (
+    ("LDS.128 R4, [R2]", NO_WAIT),
+    ("LDS.128 R8, [R2+0x10]", SETS_1),
+    ("SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR7], RZ", NO_WAIT),
+    ("FADD R4, R4, R8", WAIT_1),
+    ("SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R3+URZ], RZ", NO_WAIT),
+    ("EXIT", NO_WAIT),
+)
+
+
+def test_arrivals_at_another_cta_while_shared_memory_is_read() -> None:
+    assert told(READ) == []
+    early = (*READ[:3], READ[4], READ[3], READ[5])
+    assert told(early) == [
+        "SYNCS.ARRIVE at 0030 while the LDS at 0000 is open",
+        "SYNCS.ARRIVE at 0030 while the LDS at 0010 is open",
+    ]
+
+
+@NEEDS_DISASSEMBLER
+@pytest.mark.shares(24)
+@pytest.mark.parametrize("name", IN_CLUSTERS)
+def test_no_arrival_at_another_cta_while_shared_memory_is_read(name: str, tmp_path: Path) -> None:
+    """The software GPU loads in order, so it cannot show such an arrival."""
+    with compile_lock(), compiler_keeps(f"--keep-cubin --dump-dir={tmp_path}"):
+        compiled, _ = compile_variant(name)
+    function: Any = compiled.function
+    code = Code.create(disassembly(function.__cubin__, tmp_path))
+    assert code.where(is_remote)
+    assert early_arrivals(code) == []
 
 
 def without(code: Code, damaged: Callable[[Instruction], Instruction]) -> Code:
