@@ -132,10 +132,12 @@ class Channel:
             self.wait(number)
 
     @cute.jit
-    def release(self, number: Int32) -> None:
+    def release(self, number: Int32, word: Int32 | None = None) -> None:
         """Signal that all lanes of this warp have read fill `number` for the last time. Across a
-        cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`."""
-        if cute.arch.lane_idx() == 0:
+        cluster this orders tcgen05 work alone, behind `umma.fence_before_arrival`. word: not -1, of
+        this fill; it is loaded before the signal, which would not wait for it."""
+        is_loaded = word != -1 if const_expr(self.of_both and word is not None) else True
+        if (cute.arch.lane_idx() == 0) & is_loaded:
             if const_expr(self.of_both):
                 # relaxed: what was read is in registers or multiplied, and TMA writes it anew
                 for rank in cutlass.range_constexpr(2):

@@ -302,7 +302,7 @@ class KeyBlocks:
                 sees = self._visible_columns() != 0
             bit_tile.hide_unset(scores, self._bits(cut, Boolean(True)))
             cut += 1
-        channels.k.release(state.block)
+        channels.k.release(state.block, flags)
         if const_expr(self.traits.lists_per_warpgroup):
             sees = sees & self._is_listed(flags)
         if sees:
@@ -453,7 +453,7 @@ class KeyBlocks:
                 loaded = self._load_table_rows(tile, flags)
             warpgroup.wait_group(1)
         # -- S is complete: modify and hide scores, take exponentials
-        channels.k.release(block)
+        channels.k.release(block, flags)
         scores = self._rows_of(acc_S)  # (rows, tile_n / 4) of a thread
         self._modify(places, loaded, scores)
         if const_expr(kind == Kind.PARTIAL):

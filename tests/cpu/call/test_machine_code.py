@@ -19,7 +19,7 @@ from flash_mask_cute.sm100 import umma
 from lab.machine_code import Code, Instruction, early_arrivals, is_remote
 
 # Hopper's kernels whose two CTAs arrive on each other's mbarriers
-CLUSTERS = re.compile(r"(bwd-)?d(320|384|512)-|bwd-d192-")
+CLUSTERS = re.compile(r"(bwd-|decode-)?d(320|384|512)-|decode-d512$|bwd-d192-")
 BLACKWELL = tuple(
     name for name in VARIANTS if name.startswith(("sm100-d", "sm103-d", "sm100-bwd", "sm103-bwd"))
 )
