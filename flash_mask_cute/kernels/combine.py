@@ -38,6 +38,7 @@ VECTOR = 4
 BATCH = 8
 # rows that a warp, or the warps of a CTA, combine in stream-K, at most, one after the other
 TURNS = {1: 4, WARPS_PER_CTA: 8}
+ALWAYS = False
 
 
 class Row(NamedTuple):
@@ -147,7 +148,7 @@ class Combine:
         if const_expr(self.warps_per_row > 1):
             layout = cute.make_layout((self.head_dim_v + 2, self.warps_per_row))
             storage = cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, 16)
-        if const_expr(self.tile_m is not None):
+        if const_expr(self.tile_m is not None or ALWAYS):
             # the next attention, if it decodes in stream-K
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
