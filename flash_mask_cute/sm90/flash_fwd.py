@@ -405,8 +405,9 @@ class FlashAttentionForwardSm90:
             clear(swizzled(storage.q, traits.layout_q()), traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
+        self._start(operands, storage, lengths, masks, schedule, pages)
+
         tiles = self._tiles(storage, cached_bias)
-        self._start(operands, tiles, lengths, masks, schedule, pages)
 
         # -- roles
         k, v = Buffer(tiles.k, channels.k), Buffer(tiles.v, channels.v)
@@ -458,7 +459,7 @@ class FlashAttentionForwardSm90:
             sync_ctas(traits)  # each CTA arrives on mbarriers of the other
 
     def _start(
-        self, operands: tma.Operands, tiles: FwdSmem, lengths: Lengths, masks: MaskArgs,
+        self, operands: tma.Operands, storage: Any, lengths: Lengths, masks: MaskArgs,
         schedule: QuerySchedule, pages: Pages | None,
     ) -> None:  # fmt: skip
         if self.starts_early:
@@ -470,6 +471,7 @@ class FlashAttentionForwardSm90:
             if given and self.asks_for_places:
                 prefetch_lines(given, Role.MASK)
             elif not given and self.asks_for_keys and not self._has_cutters(masks):
+                tiles = self._tiles(storage, None)
                 self._ask_for_first_keys(operands, tiles, lengths, schedule)
             cute.arch.griddepcontrol_wait()
         sync_ctas(self.traits)
