@@ -206,8 +206,8 @@ def _splits_by_stream_k(plan: ExecutionPlan) -> Splits:
 # -- the combination ---------------------------------------------------------------------------
 
 COMBINE_NAME = "combine"
-# Of work tiles of so few rows and so many splits, four warps combine a row.
-_FEW_ROWS, _MANY_SPLITS = 16, 8
+# Of a work tile of so few rows, four warps combine a row: its splits are many, and CTAs are not.
+_FEW_ROWS = 16
 
 
 class CombineFacts(NamedTuple):
@@ -278,15 +278,12 @@ class CombinedForward:
         of_out = plan.out_dtype, problem.head_dim_v, problem.needs_lse
         facts = CombineFacts("float32", *of_out, has_low=has_low)
         if problem.split == BY_STREAM_K:
-            rows = plan.splits.lse_shape[1]
-            tiles = plan.shapes.batch * plan.shapes.heads_q // problem.packed_heads
-            has_many = plan.splits.number > _MANY_SPLITS * tiles
             facts = replaced(
                 facts,
                 tile_m=plan.fwd_choice.tiles.tile_m,
                 packed_heads=padded_group(problem.packed_heads),
                 group=problem.packed_heads,
-                warps_per_row=4 if rows <= _FEW_ROWS and has_many else 1,
+                warps_per_row=4 if plan.splits.lse_shape[1] <= _FEW_ROWS else 1,
             )
         return CombinedForward(plan, compile_combine(facts, plan.target).function)
 

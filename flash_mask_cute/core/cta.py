@@ -1,12 +1,11 @@
 """Resources of a CTA on every architecture, and the rings that its scheduler warp writes."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from flash_mask_cute.core.ring import Ring
 from flash_mask_cute.core.walk_ring import CHUNK_FIELDS, WalkRing
@@ -22,8 +21,6 @@ RING_STAGES = 4
 WALK_STAGES = 4
 # 32-bit words of a vector of 16 bytes
 WORDS_OF_VECTOR = 4
-# of a line of the L2 cache
-LINE_BYTES = 128
 
 
 _Traits = TypeVar("_Traits")
@@ -56,22 +53,6 @@ def clear(smem: cute.Tensor, num_threads: cutlass.Constexpr[int]) -> None:
         cute.autovec_copy(zeros, cute.local_tile(words, (WORDS_OF_VECTOR,), (i,)))
     # products and TMA use another proxy
     cute.arch.fence_proxy("async.shared", space="cta")
-
-
-@cute.jit
-def prefetch_lines(tensors: Sequence[cute.Tensor], warp: cutlass.Constexpr[int]) -> None:
-    """Prefetch small tensors into the L2 cache, 32 lines of each by a warp of every CTA."""
-    ctas, _, _ = cute.arch.grid_dim()
-    number = cute.arch.block_idx()[0] + cute.arch.lane_idx() * ctas
-    if cute.arch.warp_idx() == warp:
-        for x in tensors:
-            rows = cute.size(x) // x.shape[-1]
-            column = number // rows * (LINE_BYTES * 8 // x.element_type.width)
-            if column < x.shape[-1]:
-                rank = cute.rank(x)
-                row = (cute.idx2crd(number % rows, x.shape[:-1])) if const_expr(rank > 1) else ()
-                address = x.iterator + cute.crd2idx((*row, column), x.layout)
-                cute.arch.prefetch(address.to_llvm_ptr(), cache_level="L2")
 
 
 def launch_registers(num_warpgroups: int) -> int:

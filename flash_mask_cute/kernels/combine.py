@@ -28,7 +28,6 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from flash_mask_cute.core.exp2 import LN_2, LOG2_E
 from flash_mask_cute.core.partials import PendingCombine
 from flash_mask_cute.core.stream_k import MAX_COLUMNS, partial_tile_of_first, partial_tile_of_later
-from flash_mask_cute.core.walk_ring import highest_bit
 from flash_mask_cute.core.warp_scan import WARP
 
 WARPS_PER_CTA = 4
@@ -36,9 +35,6 @@ WARPS_PER_CTA = 4
 VECTOR = 4
 # splits of a warp whose loads are in flight together
 BATCH = 8
-# rows that a warp, or the warps of a CTA, combine in stream-K, at most, one after the other
-TURNS = {1: 4, WARPS_PER_CTA: 8}
-ALWAYS = False
 
 
 class Row(NamedTuple):
@@ -118,13 +114,8 @@ class Combine:
         else:
             num_rows = mPending.shape[0] * mLSE_partial.shape[1]
         splits = SplitTensors(mO_partial, mLSE_partial, mLow_partial)
-        grid = cute.ceil_div(num_rows, WARPS_PER_CTA // self.warps_per_row)
-        if const_expr(self.tile_m is not None):
-            # CTAs that wait here keep those of the next attention from starting
-            fewest = cute.ceil_div(grid, TURNS[self.warps_per_row])
-            grid = cutlass.min(grid, cutlass.max(mPending.shape[0], fewest))
         self.kernel(splits, mPending, mO, mLSE).launch(
-            grid=(grid, 1, 1),
+            grid=(cute.ceil_div(num_rows, WARPS_PER_CTA // self.warps_per_row), 1, 1),
             block=(WARP * WARPS_PER_CTA, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -144,48 +135,24 @@ class Combine:
             number = cta * WARPS_PER_CTA + cute.arch.warp_idx()
         vectors = -(-self.head_dim_v // (VECTOR * WARP))
         values = cute.make_rmem_tensor((VECTOR, vectors), Float32)
-        storage = None
-        if const_expr(self.warps_per_row > 1):
-            layout = cute.make_layout((self.head_dim_v + 2, self.warps_per_row))
-            storage = cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, 16)
-        if const_expr(self.tile_m is not None or ALWAYS):
+        if const_expr(self.tile_m is not None):
             # the next attention, if it decodes in stream-K
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         if const_expr(self.tile_m is None):
             row = self._row_by_rows(number, splits, mO)
-            self._combine(row, storage, splits, values, mO, mLSE)
         else:
-            # rows of this warp, one in a lane; most wait for nothing
-            ctas, _, _ = cute.arch.grid_dim()
-            stride = ctas * (WARPS_PER_CTA // self.warps_per_row)
-            rows = splits.lse.shape[1]
-            entry = (number + cute.arch.lane_idx() * stride) // rows
-            is_there = Boolean(False)
-            if entry < mPending.shape[0]:
-                is_there = mPending[entry, 0] > 0
-            waiting = Int32(cute.arch.vote_ballot_sync(is_there))
-            while waiting != 0:
-                turn = highest_bit(waiting & -waiting)
-                waiting = waiting & (waiting - 1)
-                row = self._row_by_stream_k(number + turn * stride, mPending, rows)
-                self._combine(row, storage, splits, values, mO, mLSE)
-
-    @cute.jit
-    def _combine(
-        self, row: Row, storage: cute.Tensor | None, splits: SplitTensors, values: cute.Tensor,
-        mO: cute.Tensor, mLSE: cute.Tensor | None,
-    ) -> None:  # fmt: skip
+            row = self._row_by_stream_k(number, mPending, splits.lse.shape[1])
         if row.is_there:
             if const_expr(self.warps_per_row == 1):
                 sums = self._combined(row, Int32(0), splits, values)
                 self._store(row, sums, values, mO, mLSE)
             else:
+                layout = cute.make_layout((self.head_dim_v + 2, self.warps_per_row))
+                storage = cutlass.memory.SmemAllocator().allocate_tensor(Float32, layout, 16)
                 sums = self._combined_by_warps(row, storage, splits, values)
                 if cute.arch.warp_idx() == 0:
                     self._store(row, sums, values, mO, mLSE)
-                # the next row takes its place
-                cute.arch.sync_threads()
 
     # -- rows -----------------------------------------------------------------------------------
 

@@ -59,11 +59,9 @@ from flash_mask_cute.core.cta import (
     WARPS_PER_WARPGROUP,
     check_can_run,
     clear,
-    prefetch_lines,
     scheduler_rings,
     swizzled,
     traits_of,
-    transposed,
 )
 from flash_mask_cute.core.fixed_splits import ONE_FIXED_SPLIT, ORDERED
 from flash_mask_cute.core.lengths import Lengths, LseTensors
@@ -75,7 +73,6 @@ from flash_mask_cute.core.query_schedule import QuerySchedule
 from flash_mask_cute.core.row_copies import CopyShare
 from flash_mask_cute.core.softmax import ScoreArgs, ScoreScales
 from flash_mask_cute.core.stream_k import BY_STREAM_K, DECODE_ROWS
-from flash_mask_cute.core.tile_scheduler import TileScheduler
 from flash_mask_cute.core.value_halves import of_cta, sync_ctas
 from flash_mask_cute.core.walk_ring import Kind
 from flash_mask_cute.core.work_ring import SPLIT_FIELDS
@@ -193,7 +190,6 @@ class FlashAttentionForwardSm90:
     loads_type = OperandLoads
     # warps that load queries
     query_loaders = 1
-    asks_for_places, asks_for_keys = True, 2
 
     @property
     def starts_early(self) -> bool:
@@ -405,7 +401,7 @@ class FlashAttentionForwardSm90:
             clear(swizzled(storage.q, traits.layout_q()), traits.num_threads)
         half, claims = of_cta(traits, storage)
         cute.arch.mbarrier_init_fence()
-        self._start(operands, storage, lengths, masks, schedule, pages)
+        self._start()
 
         tiles = self._tiles(storage, cached_bias)
 
@@ -458,44 +454,11 @@ class FlashAttentionForwardSm90:
         if const_expr(half is not None):
             sync_ctas(traits)  # each CTA arrives on mbarriers of the other
 
-    def _start(
-        self, operands: tma.Operands, storage: Any, lengths: Lengths, masks: MaskArgs,
-        schedule: QuerySchedule, pages: Pages | None,
-    ) -> None:  # fmt: skip
+    def _start(self) -> None:
         if self.starts_early:
             cute.arch.griddepcontrol_launch_dependents()
-            # L2 has the newest rows, whoever writes them between a prefetch and its load
-            chosen = None if masks.bits is None else masks.bits.visible
-            table = None if pages is None else pages.table
-            given = [x for x in (*lengths[:4], table, chosen) if x is not None]
-            if given and self.asks_for_places:
-                prefetch_lines(given, Role.MASK)
-            elif not given and self.asks_for_keys and not self._has_cutters(masks):
-                tiles = self._tiles(storage, None)
-                self._ask_for_first_keys(operands, tiles, lengths, schedule)
             cute.arch.griddepcontrol_wait()
         sync_ctas(self.traits)
-
-    @cute.jit
-    def _ask_for_first_keys(
-        self, operands: tma.Operands, tiles: FwdSmem, lengths: Lengths, schedule: QuerySchedule
-    ) -> None:
-        """Prefetch the first keys and values of this CTA's first work tile into L2."""
-        shape = self.traits
-        if cute.arch.warp_idx() == Role.LOAD:
-            scheduler = TileScheduler(schedule.params, None, False, False)
-            tile, _ = scheduler.locate(scheduler.start(), lambda _: Int32(1))
-            head, entry = tile.head_idx // schedule.heads_per_kv, lengths.kv_entry(tile.batch_idx)
-            gK = cute.local_tile(operands.k[None, None, head, entry], shape.box_k, (None, 0))
-            keys, _ = tma.blocks_of(operands.k_atom, gK, tiles.k)
-            gV, smem = operands.v[None, None, entry], transposed(tiles.v)
-            for i in cutlass.range_constexpr(self.asks_for_keys):
-                block = cutlass.max((lengths.seqlen_k - 1) // shape.tile_n - i, 0)
-                first = head, block * shape.tile_n
-                values, _ = tma.tile_of(operands.v_atom, gV, first, shape.box_v, smem)
-                with cute.arch.elect_one():
-                    cute.prefetch(operands.k_atom, keys[None, block])
-                    cute.prefetch(operands.v_atom, values)
 
     def _tiles(self, storage: Any, cached_bias: CachedBiasRows | None) -> FwdSmem:
         traits = self.traits
