@@ -119,7 +119,9 @@ def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
     packed_heads = shapes.heads_q // shapes.heads_kv if facts.may_pack else 1
     costs = facts.spec.forward.decode_costs
     if costs is not None and is_decoding and _has_known_cost(facts, problem):
+        may_differ = problem.has_seqused_k and shapes.batch > 1
         if (selected := facts.masks.selected) is not None:
+            may_differ = False
             keys = min(keys, max(selected.indices.shape[-1] * selected.block_size, _KEYS))
         work = DecodingWork(
             tiles=shapes.batch * shapes.heads_q // packed_heads,
@@ -128,7 +130,7 @@ def _number_of_splits(facts: CallFacts, problem: AttentionProblem) -> int:
             rows=shapes.batch * shapes.seqlen_q * shapes.heads_q,
             itemsize=1 if problem.in_fp8 else 2,
         )
-        return costs.cheapest(work, facts.target.num_sms)
+        return costs.cheapest(work, facts.target.num_sms, may_differ)
     tile_m = DECODE_ROWS if is_decoding else _ROWS
     return 1 if are_enough_tiles(facts, problem, packed_heads, tile_m) else 0
 
@@ -141,7 +143,7 @@ def _has_known_cost(facts: CallFacts, problem: AttentionProblem) -> bool:
         return False
     if masks.selected is not None:
         return facts.shapes.seqlen_q == 1 and selects_few_keys(facts)
-    return not (problem.in_fp8 or problem.varlen_k or problem.has_seqused_k)
+    return not (problem.in_fp8 or problem.varlen_k)
 
 
 def are_enough_tiles(

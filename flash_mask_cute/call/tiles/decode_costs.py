@@ -4,8 +4,8 @@ A CTA reads key blocks at a rate of its own, and all CTAs together at the rate o
 tiles that fill a wave of CTAs take the longer of the two times. So a grid of half as many CTAs as
 SMs may already saturate the memory, and then splits gain nothing.
 
-The estimate is for sequences of equal lengths. Of lengths that differ, chunks are better: 8
-sequences of 1K to 8K keys took 38.6 us by chunks and 56.8 in one pass (H200, 28 November 2026).
+The estimate is for sequences of equal lengths. Of lengths that differ, chunks are often better: 8
+sequences of 1K to 8K keys took 56.0 us by chunks and 62.9 in one pass (H200, 29 November 2026).
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class DecodeCosts(NamedTuple):
 
     stream: megabytes a microsecond that all CTAs read together. block, block_of_column: a CTA takes
     `block + block_of_column * head_dim` for a key block, and at least `column * head_dim`.
-    walk: the begin of a walk. last_wave: part of a walk that a last wave costs beside its own time.
+    uneven: CTAs on more than half of the SMs lose this part of an idle SM's time for each, because
+    some SMs then share a port. walk: the begin of a walk. last_wave: part of a walk that a last
+    wave costs beside its own time.
     launch: of the kernel. combine, combine_of_number: of the second kernel, and a part of it for
     each number it reads. chunks, chunks_factor: what equal chunks cost beside their blocks.
     """
@@ -55,6 +57,7 @@ class DecodeCosts(NamedTuple):
     combine_of_number: float
     chunks: float
     chunks_factor: float
+    uneven: float
 
     def _block(self, work: DecodingWork) -> float:
         block = self.block + self.block_of_column * work.head_dim
@@ -68,7 +71,8 @@ class DecodeCosts(NamedTuple):
         waves, rest = divmod(work.tiles * number, num_sms)
         cost = self.launch + waves * max(walk, num_sms * stream)
         if rest:
-            cost += max(walk, rest * stream) + (self.last_wave * walk if waves else 0)
+            uneven = self.uneven * (num_sms - rest) if 2 * rest > num_sms else 0.0
+            cost += max(walk, (rest + uneven) * stream) + (self.last_wave * walk if waves else 0)
         if number > 1:
             cost += self.combine + self.combine_of_number * number * work.rows * work.head_dim
         return cost
@@ -78,11 +82,13 @@ class DecodeCosts(NamedTuple):
         time = max(blocks / num_sms * self._block(work), blocks * work.block_mb / self.stream)
         return self.launch + self.chunks + self.chunks_factor * time
 
-    def cheapest(self, work: DecodingWork, num_sms: int) -> int:
-        """Splits of each work tile, 1 for one pass, and 0 for equal stream-K chunks."""
+    def cheapest(self, work: DecodingWork, num_sms: int, may_differ: bool) -> int:
+        """Splits of each work tile, 1 for one pass, and 0 for equal stream-K chunks. may_differ:
+        sequences have at most `keys` keys; their mean is assumed to be half of that."""
+        mean = work._replace(keys=work.keys // 2) if may_differ else work
 
         def costs() -> Iterator[tuple[float, int]]:
-            yield self.of_chunks(work, num_sms), 0
+            yield self.of_chunks(mean, num_sms), 0
             for number in NUMBERS:
                 if number * KEYS <= work.keys:
                     yield self.of_splits(work, number, num_sms), number
@@ -90,17 +96,18 @@ class DecodeCosts(NamedTuple):
         return min(costs())[1]
 
 
-# Fitted to 1,085 times of 128 shapes, H200, 28 November 2026 (docs/inside_serving.md).
+# Fitted to 1,385 times of 142 shapes, H200, 28 and 29 November 2026 (docs/inside_serving.md).
 HOPPER_COSTS = DecodeCosts(
-    stream=4.478,
-    block=0.530,
-    block_of_column=0.00285,
+    stream=4.575,
+    block=0.538,
+    block_of_column=0.00309,
     column=0.00568,
-    walk=0.281,
-    last_wave=0.233,
-    launch=4.31,
-    combine=2.69,
-    combine_of_number=1.0e-6,
-    chunks=4.87,
-    chunks_factor=1.03,
+    walk=0.248,
+    last_wave=0.224,
+    launch=3.89,
+    combine=2.74,
+    combine_of_number=2.91e-6,
+    chunks=4.99,
+    chunks_factor=1.044,
+    uneven=0.495,
 )
