@@ -35,7 +35,7 @@ from flash_mask_cute import attention_statistics, flash_attn_func
 
 NAMES = (
     *("flex", "selected", "block_sparse", "parallel", "decode", "statistics"),
-    *("run", "trees"),
+    *("run", "trees", "tangent"),
 )
 TABLES = {name: importlib.import_module(f"bench.{name}").TABLE for name in NAMES}
 
