@@ -193,10 +193,7 @@ FOR_CHECKERS = "typing_extensions"
 # Dependencies of an extra, imported when a function of that module needs them.
 EXTRAS = {"plotting": "matplotlib"}
 # Doors, which are for those who have that library, and need it in order to be imported.
-DOORS = {
-    "integrations.transformers": "transformers",
-    "integrations.trl": "transformers",
-}
+DOORS = {"integrations.transformers": "transformers", "integrations.trl": "transformers"}
 
 
 class Import(NamedTuple):
@@ -415,10 +412,7 @@ def test_the_name_of_a_kernel_has_no_options() -> None:
         ("sm90.flash_fwd", "from flash_mask_cute.call.tiles.config import FwdConfig"),
         ("sm90.flash_fwd", "from flash_mask_cute.sm100 import umma"),
         ("runtime.cache", "def f():\n    from flash_mask_cute.sm90 import flash_fwd"),
-        (
-            "runtime.fake_tensors",
-            "from flash_mask_cute.call.problem import AttentionProblem",
-        ),
+        ("runtime.fake_tensors", "from flash_mask_cute.call.problem import AttentionProblem"),
         ("mods.on_cpu", "from flash_mask_cute.mods.calling import call_mask_mod"),
         ("mods.traits", "from flash_mask_cute.call.problem import AttentionProblem"),
         ("mask_prep.mask_bits", "from flash_mask_cute.call.plan import plan"),

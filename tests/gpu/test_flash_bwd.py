@@ -100,8 +100,7 @@ def test_documents_that_mask_bits_show(case: Case) -> None:
 @pytest.mark.shares(6)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(
-    ("draw", "seed"),
-    [*product([random_case], range(60)), *product([random_mask_case], range(120))],
+    ("draw", "seed"), [*product([random_case], range(60)), *product([random_mask_case], range(120))]
 )
 def test_fuzzed(draw: Callable[[random.Random], Case], seed: int) -> None:
     """In both directions, which share a kernel: pairs of features, and masks."""

@@ -133,9 +133,7 @@ def test_runs_on_the_current_stream() -> None:
     """It is busy before it writes q, k and v: a kernel on another stream would read zeros."""
     inputs = make_inputs(Case("stream", 2, 255, 1000, causal=True), "cuda")
     late = Inputs(
-        inputs.case,
-        *(torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v)),
-        inputs.keywords,
+        inputs.case, *(torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v)), inputs.keywords
     )
     forward(late)
     torch.cuda.synchronize()

@@ -86,11 +86,7 @@ def test_sdpa(is_compiled: bool, heads_kv: int, head_dim: int) -> None:
 @pytest.mark.usefixtures("activated")
 def test_dropout_goes_to_torchs_kernel_in_both_directions() -> None:
     q, k, v = (on_gpu(1, 2, 256, 64) for _ in range(3))
-    with (
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-        kernels_run() as ran,
-        warnings.catch_warnings(),
-    ):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), kernels_run() as ran, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
         out.sum().backward()

@@ -22,17 +22,8 @@ from eager import assert_gradients_close
 from inputs import make_inputs, make_output_gradients, of_one_column_mask
 from oracle import reference_gradients
 from recording import calls_of
-from simulated_backward import (
-    launch,
-    run_hostile,
-    run_on_simulator,
-    run_sim,
-)
-from unseen_memory import (
-    NAN,
-    check_padded_documents,
-    with_unused_gradients,
-)
+from simulated_backward import launch, run_hostile, run_on_simulator, run_sim
+from unseen_memory import NAN, check_padded_documents, with_unused_gradients
 
 from flash_mask_cute import functional, interface
 from flash_mask_cute.call.documents import PackedBackward

@@ -228,12 +228,7 @@ def test_maxima_that_outgrow_the_one_in_use(
     [(128, 128, 128, 4, True), (128, 128, 128, 17, False), (64, 192, 96, 4, True)],
 )
 def test_maxima_that_outgrow_the_one_in_use_below_a_cap(
-    simulator: ModuleType,
-    head_dim: int,
-    tile_m: int,
-    tile_n: int,
-    column: int,
-    by_polynomial: bool,
+    simulator: ModuleType, head_dim: int, tile_m: int, tile_n: int, column: int, by_polynomial: bool
 ) -> None:
     """The exponential that says so is one of those for which the pipe of tanh is spared, or not."""
     from flash_mask_cute.core.softmax import PERIOD

@@ -316,7 +316,7 @@ def test_others(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: st
 SHORTER: dict[str, Callable[[ModuleType], None]] = {
     "wide-backward": lambda sim: simulated_backward.run_sim(
         sim, make_inputs(wide_backward.SLOW_HEAD), (SEED,), wide_backward.LAUNCHES
-    ),
+    )
 }
 
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
-from slow_roles import (
-    ISLANDS,
-    Slowed,
-    check_backward,
-    check_forward,
-)
+from slow_roles import ISLANDS, Slowed, check_backward, check_forward
 
 ARCH = "sm_100a"
 

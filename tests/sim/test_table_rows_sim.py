@@ -87,10 +87,7 @@ BIASES: dict[str, Callable[..., Tensor]] = {
 
 
 def _run(
-    simulator: ModuleType,
-    case: Case,
-    bias: Callable[..., Tensor],
-    dense: Dense | None = None,
+    simulator: ModuleType, case: Case, bias: Callable[..., Tensor], dense: Dense | None = None
 ) -> None:
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s + bias(b, h, q, k)

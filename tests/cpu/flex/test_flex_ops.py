@@ -375,10 +375,7 @@ INSTEAD: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     "acosh": (torch.acosh, lambda x: torch.log(x + torch.sqrt(x * x - 1))),
     "atanh": (torch.atanh, lambda x: 0.5 * torch.log((1 + x) / (1 - x))),
     "erfc": (torch.erfc, lambda x: 1 - torch.erf(x)),
-    "erfinv": (
-        torch.erfinv,
-        lambda x: INVERSE[((x + 1) * 2048).round().int().clamp(1, 4095) - 1],
-    ),
+    "erfinv": (torch.erfinv, lambda x: INVERSE[((x + 1) * 2048).round().int().clamp(1, 4095) - 1]),
 }
 
 

@@ -21,12 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_values import dense_attention
 
-from flash_mask_cute import (
-    BlockSparseTensorsTorch,
-    ColumnMask,
-    flash_attn_func,
-    keep_block_mask,
-)
+from flash_mask_cute import BlockSparseTensorsTorch, ColumnMask, flash_attn_func, keep_block_mask
 from flash_mask_cute.autograd.attend import PlannedMasks
 from flash_mask_cute.call.arguments import NO_MASKS, Masks, Tensors
 from flash_mask_cute.flex import block_mask, flex_attention

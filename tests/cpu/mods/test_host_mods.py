@@ -170,11 +170,7 @@ def _error_function(score, b, h, q, k, aux):
 
 @pytest.mark.parametrize(
     ("mod", "instruction"),
-    [
-        (_approximate, "nvvm.inline_ptx"),
-        (_reciprocal, "nvvm.rcp"),
-        (_error_function, "math.erf"),
-    ],
+    [(_approximate, "nvvm.inline_ptx"), (_reciprocal, "nvvm.rcp"), (_error_function, "math.erf")],
 )
 def test_gpu_instructions_are_refused_by_name(mod: Callable[..., Any], instruction: str) -> None:
     scores = torch.zeros((len(Q_IDX), len(K_IDX)))

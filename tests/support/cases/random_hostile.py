@@ -309,10 +309,7 @@ class HostileCall:
 
 
 def draw_call(
-    seed: int,
-    number: int,
-    frame: Frame | None = None,
-    device: torch.device | str = "cpu",
+    seed: int, number: int, frame: Frame | None = None, device: torch.device | str = "cpu"
 ) -> HostileCall:
     """Call `number` of a seed; any of them by itself. frame: drawn if it is None."""
     rng = random.Random(f"{seed}-{number}")

@@ -115,10 +115,7 @@ MASK_MODS = {
         per_batch=True,
     ),
     "prefix_lm": MaskRecipe(
-        _prefix_lm,
-        lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]),
-        _prefixes,
-        per_batch=True,
+        _prefix_lm, lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]), _prefixes, per_batch=True
     ),
     "eviction": MaskRecipe(
         _eviction,
@@ -209,13 +206,10 @@ SCORE_MODS = {
         _t5_table,
     ),
     "head_bias": ScoreRecipe(
-        _head_bias,
-        lambda score, b, h, q, k, aux: score + aux[-1][h].to(score.dtype),
-        _head_biases,
+        _head_bias, lambda score, b, h, q, k, aux: score + aux[-1][h].to(score.dtype), _head_biases
     ),
     "scale": ScoreRecipe(
-        lambda score, b, h, q, k, aux: score * 1.1,
-        lambda score, b, h, q, k, aux: score * 1.1,
+        lambda score, b, h, q, k, aux: score * 1.1, lambda score, b, h, q, k, aux: score * 1.1
     ),
     "blinding": ScoreRecipe(
         _blinding_bias,
@@ -224,10 +218,7 @@ SCORE_MODS = {
     ),
 }
 # in no table: what a test of functions, and of factors that the softmax takes over, adds
-CAP = ScoreRecipe(
-    _cap,
-    lambda score, b, h, q, k, aux: 15.0 * (score / 15.0).tanh(),
-)
+CAP = ScoreRecipe(_cap, lambda score, b, h, q, k, aux: 15.0 * (score / 15.0).tanh())
 LARGEST_STRETCH = 1.1
 """By which a score_mod of this table may multiply a difference of scores."""
 
@@ -276,11 +267,7 @@ def _blinding_columns(rng: random.Random, seqlen_q: int, seqlen_k: int, n: int) 
     for _ in range(seqlen_k):
         before, behind = rng.randint(0, first), rng.randint(end, seqlen_q)
         columns.append(
-            {
-                1: [before],
-                2: [before, behind],
-                4: [rng.randint(0, seqlen_q), 0, before, behind],
-            }[n]
+            {1: [before], 2: [before, behind], 4: [rng.randint(0, seqlen_q), 0, before, behind]}[n]
         )
     return columns
 
@@ -305,11 +292,7 @@ COLUMNS = {
 
 
 def make_columns(
-    recipe: ColumnRecipe,
-    heads: int,
-    seqlens_q: Sequence[int],
-    seqlens_k: Sequence[int],
-    seed: int,
+    recipe: ColumnRecipe, heads: int, seqlens_q: Sequence[int], seqlens_k: Sequence[int], seed: int
 ) -> list[Tensor]:
     """startend_row_indices int32 (heads, seqlen_k, n) for each sequence."""
     rng, n = random.Random(seed), recipe.num_vectors
