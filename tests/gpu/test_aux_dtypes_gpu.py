@@ -17,7 +17,6 @@ from trained_mods import assert_aux_gradients_close
 
 from flash_mask_cute import create_block_mask
 
-pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 

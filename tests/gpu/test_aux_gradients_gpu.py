@@ -26,8 +26,6 @@ from trained_mods import (
 
 from flash_mask_cute import flash_attn_func
 
-pytestmark = pytest.mark.gpu
-
 # What takes a simulator long: many key blocks, heads of a group and work tiles.
 LONG_CASES = (
     (Case("slopes-long", 2, 2000, 2000, 4, 4, causal=True), "slopes"),

@@ -18,7 +18,6 @@ from public_call import capture
 from flash_mask_cute import builders, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 

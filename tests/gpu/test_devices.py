@@ -14,13 +14,9 @@ from test_functional_gpu import arguments_of, check
 
 from flash_mask_cute import ColumnMask, create_block_mask, flash_attn_func
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2,
-        reason=f"needs two GPUs, torch sees {torch.cuda.device_count()}",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs, torch sees {torch.cuda.device_count()}"
+)
 
 OTHER = "cuda:1"
 CASES = (

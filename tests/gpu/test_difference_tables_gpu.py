@@ -18,8 +18,6 @@ from flash_mask_cute import flash_attn_func, interface
 from flash_mask_cute.call import tables as difference_tables
 from flash_mask_cute.call.arguments import Direction
 
-pytestmark = pytest.mark.gpu
-
 # Each with the number of tables, and of the reads whose gradients are summed by difference.
 CASES = (
     (Case("t5-long", 2, 2000, 2000, 4, 4, causal=True), "t5", 1, 0),

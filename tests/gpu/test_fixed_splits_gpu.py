@@ -19,7 +19,6 @@ from flash_mask_cute import (
     flash_attn_with_kvcache,
 )
 
-pytestmark = pytest.mark.gpu
 SEQLEN, KEYS = 20000, 2048
 ROWS = (1, 2047, 2048, 2049, 4097, 12345, 20000)
 # chunks of 1, 64 and 500 rows that begin anywhere

@@ -34,8 +34,6 @@ from flash_mask_cute import interface
 from flash_mask_cute.call.documents import PackedBackward
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
-
 NAN = float("nan")
 NAMES = ("dq", "dk", "dv")
 

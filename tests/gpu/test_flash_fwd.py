@@ -13,8 +13,6 @@ from public_call import capture, check, check_replay, forward
 import flash_mask_cute
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

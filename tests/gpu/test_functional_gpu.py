@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_mask_cute import BlockSparseTensorsTorch, flash_attn_func
 
-pytestmark = pytest.mark.gpu
-
 CASES = (
     Case("causal-gqa4-sink", 2, 300, 300, 8, 2, causal=True, sink=FP32),
     Case("window-d64", 1, 255, 400, head_dim=64, window_left=90, window_right=3),

@@ -24,8 +24,6 @@ from flash_mask_cute.call.documents import PackedForward
 from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from trained_mods import IN_GRID, TrainedRecipe, make_trained
 
 from flash_mask_cute.call.arguments import Direction
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # at least four sequences of a head for each SM
 MANY = 72

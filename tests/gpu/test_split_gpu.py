@@ -14,7 +14,6 @@ from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase, take_chunks
 
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 

@@ -15,7 +15,7 @@ from unseen_memory import UNUSED_CASES, with_unused
 
 from flash_mask_cute import flash_attn_func
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 CUDA = torch.device("cuda")
 CASES = tuple(
     Case(f"{name}-d{d}", head_dim=d, dtype=FP16 if d == 96 else BF16, **fields)

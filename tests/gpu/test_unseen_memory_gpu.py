@@ -23,7 +23,7 @@ from unseen_memory import (
 
 from flash_mask_cute import flash_attn_func
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 UNUSED = (
     *UNUSED_CASES,

@@ -18,7 +18,7 @@ from wide_heads_on_devices import (  # noqa: F401
 from flash_mask_cute import flash_attn_func, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 CUDA = torch.device("cuda")
 test_against_oracle, test_decoding = map(
     pytest.mark.shares(4), (test_against_oracle, test_decoding)

@@ -18,7 +18,7 @@ from trained_mods import assert_aux_gradients_close
 # as the software GPU is, so that these tests run on either
 ARCH = ACTIVE_ARCH
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for Hopper only")
 
 

@@ -31,7 +31,7 @@ DRAWN = Draws.of("LEARNED", 1)
 
 DIMS = ((64, 64), (128, 128), (32, 32), (80, 80), (40, 40), (96, 64), (192, 128), (256, 256))
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any) -> None:

@@ -26,7 +26,6 @@ from trained_mods import (
 from flash_mask_cute.call import tables as difference_tables
 
 pytestmark = [
-    pytest.mark.sim,
     pytest.mark.usefixtures("poisoned_allocations"),
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="refused on Blackwell"),
 ]

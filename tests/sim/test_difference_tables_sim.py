@@ -23,7 +23,7 @@ from flash_mask_cute.runtime.target import Target
 # as the software GPU is, so that these tests run on either
 ARCH = ACTIVE_ARCH
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 SUMMED = ("axial", "grid", "grid_and_slopes", "swin")
 IS_ORDERED = ACTIVE_ARCH == "sm_90a"

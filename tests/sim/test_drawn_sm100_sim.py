@@ -25,7 +25,7 @@ from slow_roles import cache_oracles, slow_sets, with_each_role_slow
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 NUM_WARPS = 20
 # seeds of delays, and how many CTAs or pairs run at a time

@@ -34,7 +34,7 @@ IS_HOPPER = ARCH == HOPPER
 # the widest heads of the kernel
 MAX_DIM = 256
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def narrow(cases: tuple[Case, ...]) -> tuple[Case, ...]:

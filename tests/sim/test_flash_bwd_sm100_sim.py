@@ -12,7 +12,7 @@ from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 @pytest.mark.parametrize("seed", [2, 3])

@@ -29,7 +29,7 @@ from flash_mask_cute import functional, interface
 from flash_mask_cute.call.documents import PackedBackward
 from flash_mask_cute.masks.column_mask import ColumnMask
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from simulated_forward import DELAY_SEEDS, launch_on_simulator, run_sim
 from unseen_memory import EMPTY_CASES, INF, NAN, UNUSED_CASES, with_empty, with_unused
 
 ARCH = ACTIVE_ARCH
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 class Table(NamedTuple):

@@ -23,7 +23,7 @@ from flash_mask_cute.sm100 import umma
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # in order, and at random later points
 SEEDS = (None, 1)

@@ -34,7 +34,7 @@ from flash_mask_cute.call.tiles.tables import SM90_FWD
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules import stream_k_walks
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def test_operands_that_share_elements(simulator: ModuleType) -> None:

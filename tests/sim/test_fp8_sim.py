@@ -24,7 +24,6 @@ from flash_mask_cute.utils import scalar_to_ssa
 
 ARCH = "sm_90a"
 assert ACTIVE_ARCH
-pytestmark = pytest.mark.sim
 
 
 def _hides_every_third(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.runtime.target import Target
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def with_states(case: Case, states: Tensor) -> Inputs:

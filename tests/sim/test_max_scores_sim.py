@@ -16,7 +16,7 @@ from oracle import largest_scores
 from score_tables import make_tabled
 from simulated_forward import launch_on_simulator
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 ARCH = ACTIVE_ARCH
 D: Any = {"head_dim": 64}

@@ -13,7 +13,6 @@ from paged_inputs import paged
 from simulated_forward import run_sim
 
 ARCH = ACTIVE_ARCH
-pytestmark = pytest.mark.sim
 
 
 class SizeCase(NamedTuple):

@@ -11,8 +11,6 @@ from inputs import make_inputs
 from paged_inputs import paged
 from simulated_forward import DELAY_SEEDS, run_sim
 
-pytestmark = pytest.mark.sim
-
 
 class PageCase(NamedTuple):
     case: Case

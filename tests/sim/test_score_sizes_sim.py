@@ -22,7 +22,7 @@ from split_cases import TABLED_CASES, SplitCase, take_chunks
 from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 ARCH = ACTIVE_ARCH
 hopper_only = pytest.mark.skipif(ARCH != HOPPER, reason="of a kernel that is for Hopper only")

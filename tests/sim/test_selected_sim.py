@@ -42,8 +42,6 @@ SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
 DRAWN = tuple(range(6))
 BF16 = torch.bfloat16
 
-pytestmark = pytest.mark.sim
-
 
 def in_bf16(drawn: Drawn) -> Drawn:
     return drawn._replace(q=drawn.q.to(BF16), k=drawn.k.to(BF16), v=drawn.v.to(BF16))

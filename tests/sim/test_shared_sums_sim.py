@@ -21,7 +21,6 @@ from flash_mask_cute.core import key_schedule
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
-    pytest.mark.sim,
     pytest.mark.usefixtures("poisoned_allocations"),
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="Hopper has the kernel"),
 ]

@@ -20,7 +20,6 @@ from trained_mods import IN_GRID, TrainedRecipe, assert_aux_gradients_close, mak
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
-    pytest.mark.sim,
     pytest.mark.usefixtures("poisoned_allocations"),
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="Hopper has the kernel"),
 ]

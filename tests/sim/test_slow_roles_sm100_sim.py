@@ -9,7 +9,7 @@ from slow_roles import ISLANDS, Slowed, check_backward, check_forward
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 FORWARD = "sm100.flash_fwd.kernel"
 BACKWARD = "sm100.flash_bwd.kernel"

@@ -18,7 +18,7 @@ from split_cases import SPLIT_CASES, SplitCase, take_chunks
 from flash_mask_cute.call import splits
 
 ARCH = ACTIVE_ARCH
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 _DECODE = Case(
     "decode", 3, 1, 700, 8, 2, head_dim=64, causal=True, seqused_k=(700, 0, 131), sink=FP32

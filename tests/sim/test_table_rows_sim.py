@@ -21,7 +21,7 @@ from flash_mask_cute.flex import lower_mod
 # as the software GPU is, so that these tests run on either
 ARCH = ACTIVE_ARCH
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 SEQLEN_Q, SEQLEN_K = 200, 300
 

@@ -29,7 +29,6 @@ from flash_mask_cute.call.tangent import PreparedTangent, plan_tangent
 from flash_mask_cute.cpu.tangent import Tangents
 from flash_mask_cute.runtime.target import Target
 
-pytestmark = pytest.mark.sim
 KERNEL = "sm90.flash_fwd.kernel"
 GQA: dict[str, Any] = {"heads_q": 2, "heads_kv": 1}
 CASES = (

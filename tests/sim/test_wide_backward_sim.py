@@ -13,7 +13,7 @@ from simulated_backward import assert_same_bits, launch_on_simulator, run_hostil
 from unseen_memory import NAN, with_empty, with_unused_gradients
 from wide_cases import TRAINED_WIDE_CASES
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # the statistics of queries, and both launches by roles
 LAUNCHES = 2
