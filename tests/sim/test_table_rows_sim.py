@@ -55,14 +55,6 @@ def _by_head(dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda b, h, q, k: table[b, h, q, k] / 2
 
 
-def _mean_of_two(b: Any, h: Any, q: Any, k: Any) -> Tensor:
-    return (BROADCAST[0, 0, q, k] + NARROW[q, k]) * 0.5
-
-
-def _through_an_index(b: Any, h: Any, q: Any, k: Any) -> Tensor:
-    return WEIGHTS[BUCKETS[q, k], h]
-
-
 BROADCAST = _numbers(1, 1, SEQLEN_Q, 512)
 NARROW = _numbers(SEQLEN_Q, 512, dtype=torch.uint8, low=0)
 BUCKETS = _numbers(SEQLEN_Q, 304, dtype=torch.int32, low=0)
@@ -78,8 +70,8 @@ BIASES: dict[str, Callable[..., Tensor]] = {
     "fp32": _by_head(torch.float32),
     "int8": _by_head(torch.int8),
     "uint8": _by_head(torch.uint8),
-    "two": _mean_of_two,
-    "index": _through_an_index,
+    "two": lambda b, h, q, k: (BROADCAST[0, 0, q, k] + NARROW[q, k]) * 0.5,
+    "index": lambda b, h, q, k: WEIGHTS[BUCKETS[q, k], h],
     "odd rows": lambda b, h, q, k: ODD_ROWS[q, k],
     "off by one": lambda b, h, q, k: OFF_BY_ONE[q, k],
     "columns": lambda b, h, q, k: BY_COLUMNS[q, k],

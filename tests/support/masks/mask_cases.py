@@ -93,10 +93,6 @@ def _prefixes(extents: Extents, generator: torch.Generator) -> Tensor:
     return torch.randint(0, max(extents.seqlen_k, 1), (extents.batch,), generator=generator)
 
 
-def _eviction(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return q[0] < aux[0][b[0], h[0], k[0]]
-
-
 def _eviction_steps(extents: Extents, generator: torch.Generator) -> Tensor:
     """int32 (batch, heads_q, seqlen_k), first query that a key is gone for; keys not innermost."""
     shape = extents.batch, extents.seqlen_k, extents.heads_q
@@ -118,7 +114,7 @@ MASK_MODS = {
         _prefix_lm, lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]), _prefixes, per_batch=True
     ),
     "eviction": MaskRecipe(
-        _eviction,
+        lambda b, h, q, k, aux: q[0] < aux[0][b[0], h[0], k[0]],
         lambda b, h, q, k, aux: q < aux[0][b, h][k],
         _eviction_steps,
         per_batch=True,
@@ -172,10 +168,6 @@ def _t5_table(extents: Extents, generator: torch.Generator) -> Tensor:
     return torch.randn((2 * T5_REACH + 1, extents.heads_q), generator=generator)
 
 
-def _blinding_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[-1][q[0]]
-
-
 def _row_biases(extents: Extents, generator: torch.Generator) -> Tensor:
     """float32 (seqlen_q,), -inf for some."""
     biases = torch.randn((extents.seqlen_q,), generator=generator)
@@ -212,7 +204,7 @@ SCORE_MODS = {
         lambda score, b, h, q, k, aux: score * 1.1, lambda score, b, h, q, k, aux: score * 1.1
     ),
     "blinding": ScoreRecipe(
-        _blinding_bias,
+        lambda score, b, h, q, k, aux: score + aux[-1][q[0]],
         lambda score, b, h, q, k, aux: score + aux[-1][q.flatten()][:, None].to(score.dtype),
         _row_biases,
     ),
