@@ -228,11 +228,9 @@ def test_operators_read_lists_that_were_rewritten_unseen() -> None:
     cnt = torch.tensor([[[1, 2]]], dtype=torch.int32, device="cuda")
     idx = torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32, device="cuda")
     lists = BlockSparseTensorsTorch(cnt, idx, block_size=(96, 96))
-
-    def call() -> Tensor:
-        return flash_attn_func(q, k, v, block_sparse_tensors=lists)
-
-    compiled = torch.compile(call, fullgraph=True)
+    compiled = torch.compile(
+        lambda: flash_attn_func(q, k, v, block_sparse_tensors=lists), fullgraph=True
+    )
     first = compiled()
     cnt.data.fill_(1)
     second = compiled()

@@ -113,10 +113,7 @@ def test_contents_and_sizes_do_not_recompile(case: Case) -> None:
 
 
 def offset_mask(offset: int) -> Callable[..., Any]:
-    def mask(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return k <= q + offset
-
-    return mask
+    return lambda b, h, q, k, aux: k <= q + offset
 
 
 GLOBAL_OFFSET = 3

@@ -81,10 +81,7 @@ BIASES: dict[str, Callable[..., Tensor]] = {
 def _run(
     simulator: ModuleType, case: Case, bias: Callable[..., Tensor], dense: Dense | None = None
 ) -> None:
-    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return s + bias(b, h, q, k)
-
-    low = lower_mod(score_mod, "score_mod")
+    low = lower_mod(lambda s, b, h, q, k: s + bias(b, h, q, k), "score_mod")
     _run_mod(simulator, case, low.mod, low.aux_tensors, dense or Dense(bias))
 
 

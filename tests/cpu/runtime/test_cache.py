@@ -329,11 +329,8 @@ def test_full_disk(tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyP
 
 
 def test_errors_of_the_export_reach_the_caller(tmp_path: Path) -> None:
-    def build() -> Compiled:
-        return Compiled(lambda x, n: x.fill(7), {})
-
     with pytest.raises(AttributeError, match="export_to_c"):
-        get_adder(CompileCache(tmp_path), build)
+        get_adder(CompileCache(tmp_path), lambda: Compiled(lambda x, n: x.fill(7), {}))
     assert files_of(tmp_path) == []
 
 

@@ -100,10 +100,7 @@ def _batchified(draw: Draw) -> Mod:
     def of_one(q: Tensor, k: Tensor) -> Tensor:
         return (q - k) // 8 >= 0
 
-    def of_each_length(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return of_one(q, k) & (q < lengths[b]) & (k < lengths[b])
-
-    return of_each_length
+    return lambda b, h, q, k: of_one(q, k) & (q < lengths[b]) & (k < lengths[b])
 
 
 def _shared_prefix(draw: Draw) -> Mod:
@@ -138,11 +135,7 @@ def _flamingo(draw: Draw) -> Mod:
 
 def _global_window(draw: Draw) -> Mod:
     is_global = torch.rand((draw.extents.longest,), generator=draw.generator) < 0.1
-
-    def global_and_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return is_global[q] | is_global[k] | ((q - k).abs() <= 7)
-
-    return global_and_window
+    return lambda b, h, q, k: is_global[q] | is_global[k] | ((q - k).abs() <= 7)
 
 
 def _morton_natten(draw: Draw) -> Mod:

@@ -51,6 +51,10 @@ def _slopes(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score - aux[-1][h[0]] * abs(q - k).to(Float32)
 
 
+def _key_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
+    return score + aux[-1][b[0], h[0], k[0]]
+
+
 def _squared(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     """Reads one element twice, and one that may be the same."""
     own = aux[-1][h[0]]
@@ -189,8 +193,7 @@ TRAINED_MODS = {
         lambda score, b, h, q, k, slopes: score - slopes[h] * (q - k).abs(),
         lambda x: [((x.heads_q,), FP32)],
     ),
-    "key_bias": TrainedRecipe(lambda score, b, h, q, k, aux: score + aux[-1][b[0], h[0], k[0]],
-                              lambda score, b, h, q, k, bias: score + bias[b, h][k],
+    "key_bias": TrainedRecipe(_key_bias, lambda score, b, h, q, k, bias: score + bias[b, h][k],
                               lambda x: [((x.batch, x.heads_q, x.seqlen_k), FP32)]),
     "gain_and_bias": TrainedRecipe(
         lambda score, b, h, q, k, aux: score * aux[-1][h[0]] + aux[-2][q[0], k[0]],
