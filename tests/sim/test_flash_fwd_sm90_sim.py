@@ -313,12 +313,8 @@ def test_lists_end_where_the_queries_do(simulator: ModuleType) -> None:
     assert not out[100:].any()
 
 
-def _place_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, aux: Any) -> Any:
-    return score + aux[-1][h[0], q_idx[0], kv_idx[0]]
-
-
 PLACE_BIAS = ScoreRecipe(
-    _place_bias,
+    lambda score, b, h, q_idx, kv_idx, aux: score + aux[-1][h[0], q_idx[0], kv_idx[0]],
     lambda score, b, h, q, k, aux: score + aux[-1][h, q, k].to(score.dtype),
     lambda extents, generator: 3 * torch.randn(
         (extents.heads_q, extents.seqlen_q, extents.seqlen_k), generator=generator
