@@ -225,15 +225,6 @@ def run_python(program: str) -> str:
     return done.stdout
 
 
-def test_importing_the_package_imports_no_compiler() -> None:
-    program = (
-        "import sys, flash_mask_cute; print([m for m in ('torch', 'cutlass') if m in sys.modules])"
-    )
-    assert run_python(program).strip() == "[]"
-    program = "import sys, flash_mask_cute.interface; print('cutlass' in sys.modules)"
-    assert run_python(program).strip() == "False"
-
-
 def test_what_the_package_exports() -> None:
     from flash_mask_cute import compute_block_sparsity
     from flash_mask_cute.masks import builders, column_mask
