@@ -23,16 +23,8 @@ MAX_FUNCTION_LINES = 110
 
 # Arithmetic on ints, device values or tensors, which every layer above may use.
 INDEX_RULES = (
-    "index_math",
-    "limits",
-    "seqlen_info",
-    "core.packed_heads",
-    "core.fixed_splits",
-    "core.stream_k",
-    "core.tile_order",
-    "rules.band",
-    "rules.block_info",
-    "rules.intervals",
+    *("index_math", "limits", "seqlen_info", "core.packed_heads", "core.fixed_splits"),
+    *("core.stream_k", "core.tile_order", "rules.band", "rules.block_info", "rules.intervals"),
 )
 
 # Who may import what inside the package; a name stands for the module and for all below it. The

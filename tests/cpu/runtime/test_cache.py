@@ -223,14 +223,8 @@ def _symbolic_link(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        _truncate_object,
-        _append_to_object,
-        _remove_object,
-        _remove_sidecar,
-        _garble_sidecar,
-        _sidecar_of_another_shape,
-        _sidecar_of_another_key,
-        _garbage_with_a_right_checksum,
+        *(_truncate_object, _append_to_object, _remove_object, _remove_sidecar, _garble_sidecar),
+        *(_sidecar_of_another_shape, _sidecar_of_another_key, _garbage_with_a_right_checksum),
         _symbolic_link,
     ],
 )
