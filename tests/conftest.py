@@ -41,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in dropped]
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Cases have their ids."""
+    name = getattr(val, "id", None)
+    return name if isinstance(name, str) else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """A drawn call that fails is printed as the command that makes it again."""

@@ -456,7 +456,7 @@ EXPLAINED = (
 )
 
 
-@pytest.mark.parametrize("case", EXPLAINED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EXPLAINED)
 def test_explain_counts_tiles_under_masks(case: Case) -> None:
     """Tiles that are skipped hide everything, full ones show everything."""
     inputs = make_inputs(case)

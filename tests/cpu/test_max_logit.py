@@ -25,7 +25,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_rows(case: Case) -> None:
     inputs = make_inputs(case)
     expected = largest_scores(inputs.q, inputs.k, inputs.v, inputs.dense, **inputs.plain_keywords)

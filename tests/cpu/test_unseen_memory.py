@@ -89,7 +89,7 @@ def backward_problem(inputs: Inputs) -> AttentionProblem:
     return found.problem
 
 
-@pytest.mark.parametrize("case", EMPTY_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EMPTY_CASES)
 def test_cases_are_told_apart(case: Case) -> None:
     """Masks that do empty rows may; and the oracle finds no such row where they may not."""
     inputs = make_inputs(case)

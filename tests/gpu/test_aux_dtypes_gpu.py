@@ -35,7 +35,7 @@ def check(case: Case, compiled: bool = False) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_attention(case: Case) -> None:
     check(case)
 

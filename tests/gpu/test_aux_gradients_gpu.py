@@ -62,7 +62,7 @@ def cases(*found: tuple[Case, str], shared: tuple[tuple[Case, str], ...] = ()) -
     """shared: small cases. tests/sim runs them, too; here `make test` runs a share."""
     rest = [pytest.param(*x, marks=pytest.mark.shares(4)) for x in shared]
     names = "case", "name"
-    return pytest.mark.parametrize(names, [*found, *rest], ids=lambda x: getattr(x, "id", x))
+    return pytest.mark.parametrize(names, [*found, *rest])
 
 
 LINES = LINE_CASES + FAR_CASES

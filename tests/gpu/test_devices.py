@@ -28,7 +28,7 @@ CASES = (
     Case("documents1-gqa2", 2, 1300, 1300, 4, 2, causal=True, column="documents1", sink=FP32),
     Case("score_mod-aux", 1, 129, 255, score_mod="t5"),
 )  # fmt: skip
-by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+by_id = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.fixture(autouse=True)

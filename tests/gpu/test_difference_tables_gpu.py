@@ -33,9 +33,7 @@ CASES = (
     (Case("grid-d80", 2, 1000, 1000, 4, 2, head_dim=80, causal=True), "grid", 2, 2),
     (Case("grid-softcap", 2, 1000, 1000, 4, 2, head_dim=128, softcap=20.0), "grid", 2, 2),
 )  # fmt: skip
-cases = pytest.mark.parametrize(
-    ("case", "name", "tables", "summed"), CASES, ids=lambda x: getattr(x, "id", None)
-)
+cases = pytest.mark.parametrize(("case", "name", "tables", "summed"), CASES)
 
 
 def has_tables(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:

@@ -15,7 +15,7 @@ from flash_mask_cute.interface import _flash_attn_fwd
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_against_oracle(case: Case) -> None:
     check(make_inputs(case, "cuda"))
 
@@ -31,7 +31,7 @@ EMPTY_ROW_CASES = (
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("sink", [None, FP32], ids=["no-sink", "sink"])
-@pytest.mark.parametrize("case", EMPTY_ROW_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EMPTY_ROW_CASES)
 def test_rows_that_see_nothing(case: Case, sink: torch.dtype | None) -> None:
     inputs = make_inputs(replace(case, sink=sink), "cuda")
     empty = (inputs.reference[0] == 0).all(dim=-1)
@@ -119,7 +119,7 @@ GRAPH_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", GRAPH_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", GRAPH_CASES)
 def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
     inputs = make_inputs(case, "cuda", seed=0)
     graph, results = capture(lambda: forward(inputs))

@@ -27,7 +27,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_both_ways(case: Case) -> None:
     """One kernel of either direction for all tables."""
     for name in TABLES:

@@ -49,7 +49,7 @@ def test_new_keys() -> None:
 
 
 @pytest.mark.shares(3)
-@pytest.mark.parametrize("case", TRAINED_WIDE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", TRAINED_WIDE_CASES)
 def test_gradients(case: Case) -> None:
     """Each has one owner, so its bits are equal every time."""
     inputs = make_inputs(case, CUDA)

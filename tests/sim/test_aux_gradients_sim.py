@@ -45,9 +45,7 @@ def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any)
         assert_aux_gradients_close(trained, given, dout, None if seed is None else dlse)
 
 
-@pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + LINE_CASES + FAR_CASES, ids=lambda x: getattr(x, "id", x)
-)
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES + LINE_CASES + FAR_CASES)
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
     check(simulator, case, name, DELAY_SEEDS)

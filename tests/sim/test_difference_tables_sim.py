@@ -73,9 +73,7 @@ CASES = (
     (Case("swin-gqa2-d64", 1, 100, 140, 2, 1, head_dim=64, causal=True), "swin", 0),
 )  # fmt: skip
 GRID = CASES[5]
-cases = pytest.mark.parametrize(
-    ("case", "name", "count"), CASES, ids=lambda x: getattr(x, "id", None)
-)
+cases = pytest.mark.parametrize(("case", "name", "count"), CASES)
 # Neighbours share no kernel, and one takes up to a minute.
 ALONE = pytest.mark.shares(36)
 

@@ -125,7 +125,7 @@ TOGETHER = (
 )
 
 
-@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", TOGETHER)
 def test_work_tiles_that_come_to_a_row_block_together(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:

@@ -29,7 +29,7 @@ def test_sums_that_the_first_one_stores(simulator: ModuleType, d: int) -> None:
     run_sim(simulator, make_inputs(case), seeds=(d,), config={"clears_dq": False})
 
 
-@pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES)
 def test_gradients_of_aux_tensors(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
     given = make_trained(case, name)

@@ -126,7 +126,7 @@ TABLE = {
 }[ARCH]
 
 
-@pytest.mark.parametrize("case", TABLE.cases, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", TABLE.cases)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), TABLE.seeds)
 
@@ -139,7 +139,7 @@ def test_masks_against_oracle(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, inputs, TABLE.seeds if position % 3 == 0 else (TABLE.one_seed,))
 
 
-@pytest.mark.parametrize("case", TABLE.visit_cases, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", TABLE.visit_cases)
 def test_skipping_changes_no_bit(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     with quiet_run(simulator, None):
@@ -166,7 +166,7 @@ def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
     run_sim(simulator, with_unused(make_inputs(UNUSED_CASES[position]), value), seeds=(1,))
 
 
-@pytest.mark.parametrize("case", TABLE.empty_cases, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", TABLE.empty_cases)
 def test_rows_of_queries_that_see_nothing(simulator: ModuleType, case: Case) -> None:
     """Whose own rows of q may hold anything, too."""
     run_sim(simulator, with_empty(make_inputs(case), NAN).inputs, seeds=(1,))

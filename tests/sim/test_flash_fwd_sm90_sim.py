@@ -45,7 +45,7 @@ def test_operands_that_share_elements(simulator: ModuleType) -> None:
     run_sim(simulator, replace(inputs, q=q, k=k, v=v))
 
 
-@pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_BITS_CASES)
 def test_mask_bits_for_all_heads(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     run_sim(simulator, inputs)
@@ -55,7 +55,7 @@ def test_mask_bits_for_all_heads(simulator: ModuleType, case: Case) -> None:
         run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})
 
 
-@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES)
 def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
@@ -68,7 +68,7 @@ def test_documents_of_a_mask(
     assert len(packed) == 1
 
 
-@pytest.mark.parametrize("case", MASK_BITS_VARLEN_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_BITS_VARLEN_CASES)
 def test_mask_bits_for_packed_sequences(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     run_sim(simulator, inputs, seeds=(1,))
@@ -128,7 +128,7 @@ OWN_ROWS_CASES = (
 OWN_ROWS_TILES = {64: {"tile_m": 192, "tile_n": 128}, 128: {"tile_m": 192, "tile_n": 80}}
 
 
-@pytest.mark.parametrize("case", OWN_ROWS_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", OWN_ROWS_CASES)
 @pytest.mark.parametrize("head_dim", OWN_ROWS_TILES)
 def test_blocks_that_a_warpgroup_does_not_see(
     simulator: ModuleType, head_dim: int, case: Case

@@ -33,7 +33,7 @@ DIMS = (64, 264) if ARCH == "sm_90a" else (64,)
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_largest_scores(simulator: ModuleType, case: Case, head_dim: int) -> None:
     """Also where a second tile is larger by less than 2**8, which renews no maximum in use."""
     inputs = make_inputs(

@@ -44,7 +44,7 @@ def gradients(
     return found
 
 
-@pytest.mark.parametrize(("case", "name"), SHARED_CASES, ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("case", "name"), SHARED_CASES)
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     given = make_trained(case, name)
     for seed in DELAY_SEEDS:

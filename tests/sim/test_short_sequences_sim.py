@@ -41,7 +41,7 @@ PLAIN_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", PLAIN_CASES, ids=lambda x: x.id)
+@pytest.mark.parametrize("case", PLAIN_CASES)
 def test_against_oracle(
     simulator: ModuleType, case: Case, seeds: tuple[int | None, ...] = DELAY_SEEDS
 ) -> None:
@@ -86,7 +86,7 @@ def gradients(
     return [*wanted, *(found[x] for x in ("dq", "dk", "dv"))]
 
 
-@pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES)
 def test_gradients_of_tables(simulator: ModuleType, case: Case, name: str) -> None:
     for seed in DELAY_SEEDS:
         gradients(simulator, case, name, seed)
@@ -101,7 +101,7 @@ ENTRY_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", ENTRY_CASES, ids=lambda x: x.id)
+@pytest.mark.parametrize("case", ENTRY_CASES)
 def test_several_key_tiles(
     simulator: ModuleType, case: Case, seeds: tuple[int | None, ...] = DELAY_SEEDS
 ) -> None:
@@ -124,7 +124,7 @@ NOT_FINITE = (
 )
 
 
-@pytest.mark.parametrize("case", NOT_FINITE, ids=lambda x: x.id)
+@pytest.mark.parametrize("case", NOT_FINITE)
 def test_rows_that_are_not_finite(simulator: ModuleType, case: Case) -> None:
     """Queries that see nothing may have anything in q and dout."""
     given = make_trained(case, IN_GRID)

@@ -51,9 +51,7 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     take_chunks(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("split", "page_size", "layout"), CASES, ids=lambda x: x.id if isinstance(x, SplitCase) else x
-)
+@pytest.mark.parametrize(("split", "page_size", "layout"), CASES)
 def test_against_oracle(
     simulator: ModuleType, split: SplitCase, page_size: int | None, layout: str
 ) -> None:
@@ -66,7 +64,7 @@ def test_against_oracle(
         assert len(simulator.RESULTS) == 2, "one kernel computes splits, one combines them"
 
 
-@pytest.mark.parametrize("case", wide_outputs.CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", wide_outputs.CASES)
 def test_an_output_in_float32(simulator: ModuleType, case: Case) -> None:
     """Of one split, if no more are asked for."""
     inputs = make_inputs(case)

@@ -138,6 +138,6 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SHAPES)
 def test_shapes(simulator: ModuleType, case: Case) -> None:
     _run(simulator, case, lambda b, h, q, k: BROADCAST[0, 0, q, k])

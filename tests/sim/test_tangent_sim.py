@@ -75,14 +75,14 @@ class Problem:
         assert_as_good_as_eager(found, self.exact, self.eager, self.inputs.case.id)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_tangents(simulator: ModuleType, case: Case) -> None:
     problem = Problem(make_inputs(case))
     for seed in DELAY_SEEDS:
         problem.check(simulator, seed)
 
 
-@pytest.mark.parametrize("case", [UNUSED_CASES[1], UNUSED_CASES[6]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [UNUSED_CASES[1], UNUSED_CASES[6]])
 def test_unused_memory_reaches_no_tangent(simulator: ModuleType, case: Case) -> None:
     clean = make_inputs(replace(case, head_dim=64, head_dim_v=64))
     problem = Problem(with_unused(clean, float("nan")), clean)

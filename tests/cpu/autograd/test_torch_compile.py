@@ -209,7 +209,7 @@ def operator_arguments(case: Case) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.shares(3)
-@pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CHECKED)
 def test_opcheck(case: Case) -> None:
     arguments = operator_arguments(case)
     assert ("block_bounds" in arguments) == (case.column is not None)

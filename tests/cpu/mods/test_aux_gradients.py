@@ -59,7 +59,7 @@ PACKED = (
     "key_bias",
 )
 WAYS = (SLOPES, T5, PAIR, PACKED)
-ways = pytest.mark.parametrize(("case", "name"), WAYS, ids=lambda x: getattr(x, "id", x))
+ways = pytest.mark.parametrize(("case", "name"), WAYS)
 
 
 def small(case: Case) -> Case:
@@ -101,9 +101,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.shares(6)
-@pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + ORDERED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
-)
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES + ORDERED_CASES + LINE_CASES)
 def test_against_oracle(case: Case, name: str) -> None:
     check(make_trained(small(case), name))
 
@@ -223,7 +221,7 @@ def test_inductor() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize(("case", "name"), (PAIR, PACKED), ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("case", "name"), (PAIR, PACKED))
 def test_checkpoint(case: Case, name: str, use_reentrant: bool) -> None:
     given = make_trained(case, name)
     function = Arguments.create(given.inputs).function

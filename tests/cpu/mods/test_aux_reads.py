@@ -128,7 +128,7 @@ def test_aux_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(x is y for x, y in zip(passed[0], aux, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_attention_with_all_dtypes(case: Case) -> None:
     """Both callables, forward and backward."""
     given = make_all_dtypes(case)

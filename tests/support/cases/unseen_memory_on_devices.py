@@ -43,21 +43,21 @@ def check(device: Device, inputs: Inputs, hostile: Hostile, **more: bool) -> Non
     hostile.assert_close(dict(zip(("dq", "dk", "dv"), gradients, strict=True)) | {"dsink": dsink})
 
 
-@pytest.mark.parametrize("case", UNUSED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", UNUSED)
 def test_rows_that_are_not_in_use(device: Device, case: Case) -> None:
     inputs = device.inputs(case)
     for value in VALUES.values():
         check(device, inputs, with_unused_gradients(inputs, value))
 
 
-@pytest.mark.parametrize("case", EMPTY_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EMPTY_CASES)
 def test_rows_of_queries_that_see_nothing(device: Device, case: Case) -> None:
     inputs = device.inputs(case)
     for value in VALUES.values():
         check(device, inputs, with_empty(inputs, value))
 
 
-@pytest.mark.parametrize("case", [UNUSED[0], EMPTY_CASES[0], EMPTY_CASES[-1]], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [UNUSED[0], EMPTY_CASES[0], EMPTY_CASES[-1]])
 def test_in_a_fixed_order(device: Device, case: Case) -> None:
     inputs = device.inputs(case)
     prepare = with_unused_gradients if case is UNUSED[0] else with_empty
