@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
+import torch
+
 from bench.cases import CASES, BenchCase, CaseTensors, Saved, make_tensors
 from bench.peers import DOCUMENT_MASKS, PEERS
 
@@ -70,8 +72,6 @@ def shrink(peer: str, case: BenchCase) -> BenchCase:
 
 def _inputs(case: BenchCase) -> CaseTensors:
     """With what a backward is given; only its code matters here."""
-    import torch
-
     tensors = make_tensors(case, "cuda", seed=0)
     if case.kind != "backward":
         return tensors
@@ -83,8 +83,6 @@ def _inputs(case: BenchCase) -> CaseTensors:
 
 
 def compile_job(peer: str, name: str) -> None:
-    import torch
-
     case = shrink(peer, CASES[name])
     PEERS[peer].prepare(case, _inputs(case))()
     torch.cuda.synchronize()

@@ -180,14 +180,10 @@ def compile_variant(name: str) -> Built:
         return Built(compiled, {"tile_n": choice.tile_n, **asdict(choice.tiles)})
     shapes = FwdShapes(1, SEQLEN, SEQLEN, SEQLEN, SEQLEN, HEADS, HEADS, *dims)
     spec = arch_spec(target).of(problem)
-    tiles = select_fwd_config(
-        problem,
-        shapes,
-        walk=WalkFacts(
-            variant.window, variant.block_size, variant.decode_rows, variant.selected_block
-        ),
-        spec=spec,
-    ).tiles
+    walk = WalkFacts(
+        variant.window, variant.block_size, variant.decode_rows, variant.selected_block
+    )
+    tiles = select_fwd_config(problem, shapes, walk=walk, spec=spec).tiles
     fields = spec.forward.options(tiles)
     return Built(build_fwd(problem, tiles, target, variant.mods), fields)
 
@@ -400,10 +396,10 @@ def _backwards() -> Iterator[tuple[str, AttentionVariant]]:
         yield f"bwd-d128-learned_rows-{by.value}", replace(differs, summed_by=by)
 
 
-def _blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]:
+def _for(arch: str, variants: Iterator[tuple[str, AttentionVariant]]) -> dict[str, Variant]:
+    """For an architecture of Blackwell."""
     prefix = arch.removesuffix("a").replace("_", "")
-    for name, variant in _blackwell_variants():
-        yield f"{prefix}-{name}", replace(variant, arch=arch)
+    return {f"{prefix}-{name}": replace(variant, arch=arch) for name, variant in variants}
 
 
 # of the backwards of Hopper, those for Blackwell
@@ -414,30 +410,23 @@ BLACKWELL_BACKWARDS = (
 )
 
 
-def _backwards_of_blackwell(arch: str) -> Iterator[tuple[str, AttentionVariant]]:
-    prefix = arch.removesuffix("a").replace("_", "")
+def _backwards_of_blackwell() -> Iterator[tuple[str, AttentionVariant]]:
     of_hopper = dict(_backwards())
-    for name in BLACKWELL_BACKWARDS:
-        yield f"{prefix}-{name}", replace(of_hopper[name], arch=arch)
-    for mask in ("full", "causal"):
-        alone = replace(of_hopper[f"bwd-d128-{mask}"], arch=arch, cta_pair=False)
-        yield f"{prefix}-bwd-d128-alone-{mask}", alone
-    in_order = replace(of_hopper["bwd-d128-deterministic"], arch=arch)
-    yield f"{prefix}-bwd-d128-alone-deterministic", replace(in_order, cta_pair=False)
+    yield from ((name, of_hopper[name]) for name in BLACKWELL_BACKWARDS)
+    for kind in ("full", "causal", "deterministic"):
+        yield f"bwd-d128-alone-{kind}", replace(of_hopper[f"bwd-d128-{kind}"], cta_pair=False)
     for d, dim_v in ((192, 128), (192, 192), (256, 128), (128, 256), (256, 256)):
-        wide = replace(_backward(_variant(d, dim_v=dim_v, is_causal=True)), arch=arch)
-        yield f"{prefix}-bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
+        wide = _backward(_variant(d, dim_v=dim_v, is_causal=True))
+        yield f"bwd-d{d}v{dim_v}-causal", replace(wide, cta_pair=False)
+    kinds: dict[str, dict[str, bool]] = {"full": {}, "causal": {"is_causal": True}}
+    kinds["deterministic"] = kinds["causal"] | {"deterministic": True}
     for d, dim_v in ((192, 128), (256, 256)):
-        for mask in ("full", "causal"):
-            wide = _backward(_variant(d, dim_v=dim_v, is_causal=mask == "causal"))
-            in_pairs = replace(wide, arch=arch, cta_pair=True)
-            yield f"{prefix}-bwd-d{d}v{dim_v}-pair-{mask}", in_pairs
-        in_order = _backward(_variant(d, dim_v=dim_v, is_causal=True, deterministic=True))
-        in_pairs = replace(in_order, arch=arch, cta_pair=True)
-        yield f"{prefix}-bwd-d{d}v{dim_v}-pair-deterministic", in_pairs
+        for kind, fields in kinds.items():
+            wide = _backward(_variant(d, dim_v=dim_v, **fields))
+            yield f"bwd-d{d}v{dim_v}-pair-{kind}", replace(wide, cta_pair=True)
 
 
-def _blackwell_variants() -> Iterator[tuple[str, AttentionVariant]]:
+def _forwards_of_blackwell() -> Iterator[tuple[str, AttentionVariant]]:
     of_hopper = dict(_both_directions())
     for d, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
         name = f"d{d}" if d == dim_v else f"d{d}v{dim_v}"
@@ -486,15 +475,22 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
     yield "add_parts-rows", PreparingVariant(partial(build_add_parts, by_rows))
     padding = PaddingFacts("bfloat16", 128, 128, Padding(True, True, True))
     yield "zero_padding", PreparingVariant(partial(build_zero_padding, padding))
+    of_pairs = SEQLEN, SharedSums((0,), 1, (0,))
     for d, reads_mask_bits in ((32, True), (128, False)):
-        yield f"bwd_shared-d{d}", PreparingVariant(partial(_shared_sums, d, reads_mask_bits))
-    for name, d, mods, tile in (
-        ("64", 64, NO_MODS, ShortTile(64, 64)),
-        ("128", 128, NO_MODS, ShortTile(128, 128)),
-        ("windows", 32, Mods(score_mod=adds_rows), ShortTile(144, 144)),
-        ("keys", 32, Mods(score_mod=adds_rows), ShortTile(384, 64, True)),
+        told: dict[str, Any] = {"aux": (("bfloat16", 3),), "reads_mask_bits": reads_mask_bits}
+        build = partial(_sums, d, Mods(score_mod=adds_pairs), *of_pairs, **told)
+        yield f"bwd_shared-d{d}", PreparingVariant(build)
+    for name, d, tile in (
+        ("64", 64, ShortTile(64, 64)),
+        ("128", 128, ShortTile(128, 128)),
+        ("windows", 32, ShortTile(144, 144)),
+        ("keys", 32, ShortTile(384, 64, True)),
     ):
-        yield f"bwd_short-{name}", PreparingVariant(partial(_short, d, mods, tile))
+        is_learned = d == 32
+        mods = Mods(score_mod=adds_rows) if is_learned else NO_MODS
+        sums = SharedSums((0,) if is_learned else (), 1, (), (), tile)
+        build = partial(_sums, d, mods, 64, sums, aux=(("float32", 2),) if is_learned else ())
+        yield f"bwd_short-{name}", PreparingVariant(build)
     for form in get_args(Form):
         for side, tiles in (
             ("query", BitTiles.for_forward(128, 128)),
@@ -511,34 +507,20 @@ def _preparing() -> Iterator[tuple[str, PreparingVariant]]:
         yield f"{prefix}block_scan", PreparingVariant(_scan, arch)
 
 
-def _shared_sums(d: int, reads_mask_bits: bool, target: Target) -> Compiled:
-    """With the gradients of a bias of pairs."""
-    variant = _variant(d, Mods(score_mod=adds_pairs), aux=(("bfloat16", 3),))
-    problem = replace(_backward(variant).problem, reads_mask_bits=reads_mask_bits)
+def _sums(
+    d: int, mods: Mods, seqlen_k: int, sums: SharedSums, target: Target, **fields: Any
+) -> Compiled:
+    """With the gradients of what a score_mod reads, if there is one."""
+    problem = _backward(_variant(d, mods, **fields)).problem
+    keyed = replace(problem, score_mod=mods.score_mod and "")
     choice = select_bwd_config(
-        *(d, d, replace(problem, score_mod="").tuning_class),
-        seqlen_k=SEQLEN,
-        modifier="score_mod",
+        *(d, d, keyed.tuning_class),
+        seqlen_k=seqlen_k,
+        modifier=keyed.score_modifier,
         kernel=arch_spec(target).backward,
     )
-    return build_shared_sums(adds_pairs, problem, choice, SharedSums((0,), 1, (0,)), target)
-
-
-def _short(d: int, mods: Mods, tile: ShortTile, target: Target) -> Compiled:
-    """With the gradients of a table, if there is a score_mod."""
-    aux = () if mods.score_mod is None else (("float32", 2),)
-    problem = _backward(_variant(d, mods, aux=aux)).problem
-    problem = replace(problem, score_mod=mods.score_mod and "")
-    choice = select_bwd_config(
-        *(d, d, problem.tuning_class),
-        seqlen_k=64,
-        modifier=problem.score_modifier,
-        kernel=arch_spec(target).backward,
-    )
-    numbers = (0,) if aux else ()
-    return build_shared_sums(
-        mods.score_mod, problem, choice, SharedSums(numbers, 1, (), (), tile), target
-    )
+    problem = problem if sums.short is None else keyed
+    return build_shared_sums(mods.score_mod, problem, choice, sums, target)
 
 
 def _store(problem: MaskBitsProblem, target: Target) -> Compiled:
@@ -561,10 +543,10 @@ def _scan(target: Target) -> Compiled:
 VARIANTS: dict[str, Variant] = {
     **dict(_forwards()),
     **dict(_backwards()),
-    **dict(_blackwell(SM100)),
-    **dict(_blackwell(SM103)),
-    **dict(_backwards_of_blackwell(SM100)),
-    **dict(_backwards_of_blackwell(SM103)),
+    **_for(SM100, _forwards_of_blackwell()),
+    **_for(SM103, _forwards_of_blackwell()),
+    **_for(SM100, _backwards_of_blackwell()),
+    **_for(SM103, _backwards_of_blackwell()),
     **dict(_preparing()),
     **dict(_decoding()),
     **dict(_selections()),

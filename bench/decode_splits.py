@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench import Json, timing
+from bench import Json, runner, say, timing
 from bench.decode import TOLERANCE, DecodeCase, Problem
 from flash_mask_cute.call import splits
 from flash_mask_cute.call.arguments import AttentionCall, Direction
@@ -181,12 +181,10 @@ def main() -> None:
     for case, varies in cases(options.pattern):
         if time.time() - begin > options.seconds - LIMIT_S:
             break
-        line = json.dumps(measure(case, varies))
-        sys.stdout.write(f"{time.time() - begin:.1f} {line}\n")
-        sys.stdout.flush()
+        row = measure(case, varies)
+        say(f"{time.time() - begin:.1f} {json.dumps(row)}")
         if options.out:
-            with options.out.open("a") as file:
-                file.write(line + "\n")
+            runner.append_line(options.out, row)
 
 
 if __name__ == "__main__":

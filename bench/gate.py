@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bench.cases import BenchCase, CaseTensors
 from bench.flops import TILE
@@ -31,9 +33,6 @@ from bench.mods import (
     torch_mask_mod,
 )
 from bench.oracle import Attention, attend
-
-if TYPE_CHECKING:
-    import torch
 
 # fp32 exponentials and logarithms by hardware approximation stay well under this.
 LSE_FLOOR = 2e-4
@@ -73,7 +72,7 @@ class Definition:
         """The first row of each sequence."""
         return [0, *np.cumsum(lengths).tolist()]
 
-    def hides(self, sequence: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def hides(self, sequence: int) -> Callable[[Tensor, Tensor], Tensor]:
         """(queries, keys) of a sequence, broadcast against each other -> whether it is hidden."""
         mask = self.case.mask_of(self.case.lengths[sequence])
         sees = torch_mask_mod(mask, mask_tables(mask, self.device))
@@ -81,17 +80,15 @@ class Definition:
 
     def attend(
         self,
-        operands: Sequence[torch.Tensor],
-        sink: torch.Tensor | None,
-        hidden: torch.Tensor,
+        operands: Sequence[Tensor],
+        sink: Tensor | None,
+        hidden: Tensor,
         head: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
+        queries: Tensor,
+        keys: Tensor,
     ) -> Attention:
         """Of q (rows, d), k and v of one head. Products are in the dtype of the arguments, the rest
         in fp32, or float64 for such arguments."""
-        import torch
-
         (q, k, v), case = operands, self.case
         scores = (q @ k.T) * case.d**-0.5
         scores = scores if scores.dtype == torch.float64 else scores.float()
@@ -121,10 +118,10 @@ class Reference(NamedTuple):
 
     case: BenchCase
     rows: list[Row]
-    out: torch.Tensor
-    lse: torch.Tensor
-    eager_out: torch.Tensor
-    eager_lse: torch.Tensor
+    out: Tensor
+    lse: Tensor
+    eager_out: Tensor
+    eager_lse: Tensor
 
 
 def sample_rows(case: BenchCase, seed: int, count: int = 64) -> list[Row]:
@@ -153,8 +150,6 @@ def sample_rows(case: BenchCase, seed: int, count: int = 64) -> list[Row]:
 
 def reference(case: BenchCase, tensors: CaseTensors, seed: int, count: int = 64) -> Reference:
     """What `check` compares with, over `sample_rows(case, seed, count)`."""
-    import torch
-
     device = tensors.q.device
     definition = Definition(case, device)
     q, k, v = (t.reshape(-1, *t.shape[-2:]) for t in tensors[:3])
@@ -177,15 +172,13 @@ def reference(case: BenchCase, tensors: CaseTensors, seed: int, count: int = 64)
     return Reference(case, rows, *columns)
 
 
-def check(truth: Reference, out: torch.Tensor, lse: torch.Tensor | None, *, rule: float) -> Verdict:
+def check(truth: Reference, out: Tensor, lse: Tensor | None, *, rule: float) -> Verdict:
     """Compare `out` and `lse` with float64 attention.
 
     A row passes when its largest error is at most `rule` times that of eager attention in the
     case's dtype on the same row, plus one unit in the last place; all rows together likewise by
     RMS. Every element of `out` and `lse` must be finite: no mask here has a row that sees nothing.
     """
-    import torch
-
     if not bool(out.isfinite().all()) or (lse is not None and not bool(lse.isfinite().all())):
         return Verdict(False, "out or lse is not finite, or was not written")
     case = truth.case
@@ -213,8 +206,6 @@ def check(truth: Reference, out: torch.Tensor, lse: torch.Tensor | None, *, rule
 def poison(case: BenchCase, tensors: CaseTensors) -> None:
     """Leave NaN in the cached blocks that the next outputs of this size are cut from: O and LSE,
     or gradients, and sums of dQ."""
-    import torch
-
     q, k, v = tensors[:3]
     if case.returns_gradients:
         held = [torch.full_like(x, torch.nan) for x in (q, k, v)]
@@ -236,7 +227,7 @@ class Place(NamedTuple):
 
 
 # dQ (length, query heads of the KV head, d), dK (length, 1, d) and dV (length, 1, d_v), float64
-Slice = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
+Slice = tuple[Tensor, Tensor, Tensor]
 
 
 class GradientReference(NamedTuple):
@@ -250,10 +241,10 @@ class GradientReference(NamedTuple):
     places: list[Place]
     exact: list[Slice]
     eager: list[Slice]
-    sink: tuple[torch.Tensor, torch.Tensor] | None = None
+    sink: tuple[Tensor, Tensor] | None = None
 
 
-def _cut(case: BenchCase, place: Place, x: torch.Tensor) -> torch.Tensor:
+def _cut(case: BenchCase, place: Place, x: Tensor) -> Tensor:
     """(length, heads of the place, width) of a tensor laid out as q or as k."""
     lengths = case.lengths if case.varlen else (x.shape[1],) * case.batch
     starts, heads = Definition.starts(lengths), x.shape[-2] // case.heads_kv
@@ -271,8 +262,6 @@ def _differentiate(
 ) -> Slice:
     """Gradients of sum(out * dout), by as many query rows at a time as memory allows; the sum of a
     KV head over rows and query heads is rounded to `dtype` once."""
-    import torch
-
     assert tensors.saved is not None
     q, k, v, dout = (_cut(case, place, x).to(dtype) for x in (*tensors[:3], tensors.saved.dout))
     length, heads = q.shape[:2]
@@ -303,7 +292,7 @@ def _differentiate(
     return dq.double(), dk.to(dtype).double(), dv.to(dtype).double()
 
 
-def _sink_gradients(tensors: CaseTensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _sink_gradients(tensors: CaseTensors) -> tuple[Tensor, Tensor] | None:
     """-sum(exp(sink - LSE) sum(O dO)) over all rows of each head, and its terms' magnitudes.
 
     Unlike those of q, k and v it is made of what the forward saved: it needs every row.
@@ -322,8 +311,6 @@ def _sink_gradients(tensors: CaseTensors) -> tuple[torch.Tensor, torch.Tensor] |
 def gradient_reference(case: BenchCase, tensors: CaseTensors, seed: int) -> GradientReference:
     """What `check_gradients` compares with: a KV head of the first sequence and one of the last,
     and all sinks."""
-    import torch
-
     rng = random.Random(seed)
     places = [Place(i, rng.randrange(case.heads_kv)) for i in sorted({0, case.batch - 1})]
     exact, eager = (
@@ -333,16 +320,14 @@ def gradient_reference(case: BenchCase, tensors: CaseTensors, seed: int) -> Grad
     return GradientReference(case, places, exact, eager, _sink_gradients(tensors))
 
 
-def _by_tile(x: torch.Tensor) -> torch.Tensor:
+def _by_tile(x: Tensor) -> Tensor:
     """(tiles, values) of 128 rows each; zeros fill the last, in all that is compared alike."""
-    import torch
-
     padded = torch.nn.functional.pad(x.flatten(1), (0, 0, 0, -len(x) % TILE))
     return padded.reshape(-1, TILE * padded.shape[1])
 
 
 def check_gradients(
-    truth: GradientReference, gradients: Sequence[torch.Tensor], *, rule: float
+    truth: GradientReference, gradients: Sequence[Tensor], *, rule: float
 ) -> Verdict:
     """Compare (dq, dk, dv), and with sinks (dq, dk, dv, dsink), with float64 autograd.
 
@@ -350,8 +335,6 @@ def check_gradients(
     attention in the case's dtype, plus one unit in the last place of their largest value; by RMS
     likewise. Every element of the gradients must be finite, also those of other heads.
     """
-    import torch
-
     if len(gradients) != len(NAMES) + (truth.sink is not None):
         return Verdict(False, f"{len(gradients)} gradients")
     if not all(bool(x.isfinite().all()) for x in gradients):

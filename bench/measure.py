@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from bench import DETERMINISTIC, Json, everyday, gate, paper, row_of, say, timing
 from bench.cases import BenchCase, CaseTensors, make_tensors
 from bench.gate import PEER_RULE, RULE, Verdict
@@ -84,8 +86,6 @@ def admit(
     case: BenchCase, options: Options, inputs: Inputs
 ) -> tuple[dict[str, Call], dict[str, Verdict]]:
     """Ready calls of the peers that compute this case. Raises Refused where ours does not."""
-    import torch
-
     tensors = given(case, options, inputs)
     if case.returns_gradients:
         judge = gradient_judge(case, tensors, options.seed)
@@ -112,8 +112,6 @@ def admit(
 
 
 def forward_judge(case: BenchCase, tensors: CaseTensors, seed: int, rows: int) -> Judge:
-    import torch
-
     truth = gate.reference(case, tensors, seed, rows)
 
     def judge(peer: Peer, call: Call, rule: float) -> Verdict:
@@ -128,8 +126,6 @@ def forward_judge(case: BenchCase, tensors: CaseTensors, seed: int, rows: int) -
 
 def gradient_judge(case: BenchCase, tensors: CaseTensors, seed: int) -> Judge:
     """Also of two calls that say they are deterministic: whether they are."""
-    import torch
-
     truth = gate.gradient_reference(case, tensors, seed)
 
     def judge(peer: Peer, call: Call, rule: float) -> Verdict:
@@ -179,8 +175,6 @@ def measure_calls(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
 
 def measure_sweep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """Ours over every draw and over full attention, all of them in turns, half as many rounds."""
-    import torch
-
     ours = PEERS["ours"]
     tensors = inputs.of(case, options.seed)
     drawn = {drawn.name: drawn for drawn in (dense_case(case), *draw_cases(case))}
@@ -198,8 +192,6 @@ def measure_sweep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
 
 def measure_prep(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """Wall time, launches and bytes of preparing the mask; a peer that fails leaves a note."""
-    import torch
-
     for name in (name for name in PREPARERS if name in options.peers):
         try:
             prepared = PREPARERS[name](case, "cuda")
@@ -239,8 +231,6 @@ def measure_steps(case: BenchCase, options: Options, inputs: Inputs) -> Iterator
 def measure_memory(case: BenchCase, options: Options, inputs: Inputs) -> Iterator[Json]:
     """The most bytes allocated until a call ended, beyond what it was given and what it returned:
     by a forward since its mask was made, by a backward since it began."""
-    import torch
-
     calls, verdicts = admit(case, options, inputs)
     names = list(calls)
     calls.clear()

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from bench.cases import BenchCase
 from bench.masks import Mask
 
-if TYPE_CHECKING:
-    import torch
-
 Mod = Callable[..., Any]
-Tables = Mapping[str, "torch.Tensor"]
+Tables = Mapping[str, Tensor]
 SOFTCAP = 30.0
 
 
@@ -53,20 +53,16 @@ def score_definition(case: BenchCase) -> Mod:
     return definitions[case.score_mod]
 
 
-def score_tables(case: BenchCase, device: torch.device) -> dict[str, torch.Tensor]:
+def score_tables(case: BenchCase, device: torch.device) -> dict[str, Tensor]:
     """What the score_mod of the case reads: the bias (heads, n) of T5, fp32 by distance."""
-    import torch
-
     if case.score_mod != "t5_bias":
         return {}
     generator = torch.Generator(device=device).manual_seed(case.n)
     return {"bias": torch.randn(case.heads, case.n, device=device, generator=generator)}
 
 
-def mask_tables(mask: Mask, device: torch.device) -> dict[str, torch.Tensor]:
+def mask_tables(mask: Mask, device: torch.device) -> dict[str, Tensor]:
     """The per-token tables of a mask, int32."""
-    import torch
-
     return {
         name: torch.from_numpy(table).to(torch.int32).to(device)
         for name, table in mask.tables.items()
@@ -122,8 +118,6 @@ def cute_score_mod(case: BenchCase, names: tuple[str, ...]) -> Mod:
 
 def torch_language(tables: Tables, dtype: torch.dtype) -> Language:
     """For torch tensors; `real` makes `dtype` of integers."""
-    import torch
-
     return Language(
         lambda table, *index: tables[table][index],
         lambda x: x.to(dtype),
@@ -144,8 +138,6 @@ def torch_mask_mod(mask: Mask, tables: Tables) -> Mod:
 
 def torch_score_mod(case: BenchCase, tables: Tables) -> Mod:
     """score_mod(score, b, h, q_idx, kv_idx) for FlexAttention."""
-    import torch
-
     definition, has = score_definition(case), torch_language(tables, torch.float32)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

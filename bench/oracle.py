@@ -5,27 +5,25 @@ It is told scores and nothing of masks, and nothing here uses the package that i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch import Tensor
 
 
 class Attention(NamedTuple):
     """out (..., rows, d_v) in the dtype of v; lse (..., rows) and probabilities (..., rows, keys)
     in that of the scores."""
 
-    out: torch.Tensor
-    lse: torch.Tensor
-    probabilities: torch.Tensor
+    out: Tensor
+    lse: Tensor
+    probabilities: Tensor
 
 
-def attend(scores: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None) -> Attention:
+def attend(scores: Tensor, v: Tensor, sink: Tensor | None = None) -> Attention:
     """Of scores (..., rows, keys) of any size, -inf where hidden, and v (..., keys, d_v); keys may
     be 0. sink: a key without a value, () or (..., rows, 1). Rows without a term are 0, with an LSE
     of -inf and gradients of 0."""
-    import torch
-
     terms = scores
     if sink is not None or not scores.shape[-1]:
         first = scores.new_tensor(-torch.inf) if sink is None else sink.to(scores.dtype)

@@ -12,9 +12,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bench import DETERMINISTIC
 from bench.cases import NATIVE, TRAINING, BenchCase, CaseTensors, Saved
@@ -31,51 +33,44 @@ from bench.mods import (
 )
 from bench.row_intervals import case_endpoints
 
-if TYPE_CHECKING:
-    import torch
-
 Call = Callable[[], Any]
 # masks of tokens that only see each other
 DOCUMENT_MASKS = ("causal_document", "document", "share_question", "prefix_lm_document", "hstu")
 DENSE_TOKENS = {"attention": 8192, "backward": 8192, "memory": 32768}
 
 
-class Peer(Protocol):
-    """One implementation. `unpack` turns what the call returned into (out, lse or None)."""
+class Peer:
+    """One implementation. needs: the module that a call needs."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def needs(self) -> str:
-        """The module that a call needs."""
+    name: str
+    needs: str
 
     def supports(self, case: BenchCase) -> str | None:
         """Why the case cannot be measured, or None where it can."""
+        raise NotImplementedError
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
         """A callable without arguments that enqueues one pass: the forward, or where the case
         returns gradients, (dq, dk, dv) of `tensors.saved`, and dsink where it has sinks, the
         backward, of a kind in TRAINING with a forward before it."""
+        raise NotImplementedError
 
-    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """out (.., heads, d_v) as q is laid out; lse (batch, heads, n) or (heads, tokens)."""
+    def unpack(self, raw: Any) -> tuple[Tensor, Tensor | None]:
+        """Of what the call returned: out (.., heads, d_v) as q is laid out, and lse (batch, heads,
+        n) or (heads, tokens), or None."""
+        return raw[0], raw[1]
 
 
 def list_tensors(
     mask: Mask, tile_m: int, tile_n: int, device: torch.device, *, by_key: bool = False
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Partial count and index, full count and index, for all batches and heads: (1, 1, ...)."""
-    import torch
-
     lists = block_lists(mask, tile_m, tile_n, by_key=by_key)
     return [torch.from_numpy(array)[None, None].to(device) for array in lists]
 
 
-def column_tensor(mask: Mask, device: torch.device) -> torch.Tensor:
+def column_tensor(mask: Mask, device: torch.device) -> Tensor:
     """startend_row_indices (1, 1, n, vectors), int32."""
-    import torch
-
     return torch.from_numpy(mask.hidden.astype(np.int32))[None, None].to(device)
 
 
@@ -88,7 +83,7 @@ def column_mask(mask: Mask, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class CutePeer:
+class CutePeer(Peer):
     """A package with `interface._flash_attn_fwd` and `_flash_attn_bwd`: flash_mask_cute and
     flash-attn-4 alike.
 
@@ -101,15 +96,15 @@ class CutePeer:
     """
 
     name: str
-    package: str
+    needs: str
     form: str | None
     lists_keyword: str
     list_rows_64: int = TILE
     deterministic: bool = False
 
     @property
-    def needs(self) -> str:
-        return f"{self.package}.interface"
+    def package(self) -> str:
+        return self.needs.removesuffix(".interface")
 
     def supports(self, case: BenchCase) -> str | None:
         top = self.package.partition(".")[0]
@@ -131,8 +126,6 @@ class CutePeer:
         return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        import torch
-
         interface = importlib.import_module(self.needs)
         options = self._options(case, tensors)
         if self.deterministic:
@@ -146,8 +139,7 @@ class CutePeer:
             return autograd_call(case, tensors, partial(attention, **options), heads_first=False)
         if not case.is_backward:
             return partial(interface._flash_attn_fwd, *tensors[:3], return_lse=True, **options)
-        if tensors.saved is None:
-            raise ValueError(f"{case.name}: tensors without what its forward saved")
+        assert tensors.saved is not None
         out, lse, dout = tensors.saved
         backward = partial(interface._flash_attn_bwd, *tensors[:3], out, dout, lse, **options)
         if tensors.sink is None or self.form:
@@ -200,9 +192,6 @@ class CutePeer:
             options["aux_tensors"] = list(mask_tables(mask, device).values())
         return options
 
-    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return raw[0], raw[1]
-
 
 def autograd_call(
     case: BenchCase,
@@ -212,21 +201,18 @@ def autograd_call(
     heads_first: bool = True,
 ) -> Call:
     """A backward; its forward runs in each call of a kind in TRAINING, else once."""
-    import torch
 
-    if tensors.saved is None:
-        raise ValueError(f"{case.name}: tensors without what its forward saved")
-
-    def turned(of_q: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def turned(of_q: Sequence[Tensor]) -> Sequence[Tensor]:
         return [x.transpose(1, 2) for x in of_q] if heads_first else of_q
 
-    def forward() -> torch.Tensor:
+    def forward() -> Tensor:
         found = attention(*leaves)
         # flash-attn-4 returns lse as well
-        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        out: Tensor = found[0] if isinstance(found, tuple) else found
         return out
 
     leaves = [x.requires_grad_() for x in turned([x.detach() for x in tensors[:3]])]
+    assert tensors.saved is not None
     (dout,) = turned([tensors.saved.dout])
     if case.kind in TRAINING:
         return lambda: turned(torch.autograd.grad(forward(), leaves, dout))
@@ -235,7 +221,7 @@ def autograd_call(
 
 
 @dataclass(frozen=True)
-class FlexPeer:
+class FlexPeer(Peer):
     """torch's compiled FlexAttention with our block lists. backend: what torch compiles to."""
 
     name: str
@@ -252,7 +238,6 @@ class FlexPeer:
         return None if measured else f"not measured for {left_out}"
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        import torch
         from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
         # Beyond a limit of recompilations torch would run uncompiled.
@@ -279,13 +264,13 @@ class FlexPeer:
             return autograd_call(case, tensors, partial(attention, **options))
         return partial(attention, *operands, return_aux=AuxRequest(lse=True), **options)
 
-    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def unpack(self, raw: Any) -> tuple[Tensor, Tensor | None]:
         # FLASH returns its LSE times ln 2 (torch 2.11), which is not judged
         return raw[0].transpose(1, 2), None if self.backend == "FLASH" else raw[1].lse
 
 
 @dataclass(frozen=True)
-class SdpaPeer:
+class SdpaPeer(Peer):
     """torch scaled_dot_product_attention; `backend` names an SDPBackend, None lets torch choose.
 
     kinds: of the cases that it is measured in. dense: the mask is a boolean tensor, else the flag
@@ -318,7 +303,6 @@ class SdpaPeer:
         return None
 
     def prepare(self, case: BenchCase, tensors: CaseTensors) -> Call:
-        import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         options: dict[str, Any] = {"is_causal": case.causal}
@@ -328,7 +312,7 @@ class SdpaPeer:
             options = {"attn_mask": torch.from_numpy(seen).to(tensors.q.device)}
         backends = None if self.backend is None else [getattr(SDPBackend, self.backend)]
 
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backends) if backends else nullcontext():
                 return torch.nn.functional.scaled_dot_product_attention(
                     q, k, v, enable_gqa=case.heads != case.heads_kv, **options
@@ -338,14 +322,12 @@ class SdpaPeer:
             return autograd_call(case, tensors, attention)
         return partial(attention, *(t.transpose(1, 2) for t in tensors[:3]))
 
-    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def unpack(self, raw: Any) -> tuple[Tensor, Tensor | None]:
         return raw.transpose(1, 2), None
 
 
-def endpoint_tensor(case: BenchCase, device: torch.device) -> torch.Tensor:
+def endpoint_tensor(case: BenchCase, device: torch.device) -> Tensor:
     """What `cudnn.flex_attention` is told of a mask: (1, endpoints, tokens), int32."""
-    import torch
-
     return torch.from_numpy(case_endpoints(case))[None].to(device)
 
 
@@ -361,23 +343,19 @@ def cudnn_plan_call(case: BenchCase, tensors: CaseTensors, *, build_backward: bo
 
 
 @dataclass(frozen=True)
-class CudnnFlexPeer:
+class CudnnFlexPeer(Peer):
     """`cudnn.flex_attention`, which reads a plan made once of row intervals; its own autograd."""
 
     name: str
-    package: str = "cudnn"
-    module: str = "flex_attention"
-
-    @property
-    def needs(self) -> str:
-        return f"{self.package}.{self.module}"
+    needs: str = "cudnn.flex_attention"
 
     def supports(self, case: BenchCase) -> str | None:
         # the folder tells, without the import of a package that loads libraries
-        spec = importlib.util.find_spec(self.package)
+        package, module = self.needs.split(".")
+        spec = importlib.util.find_spec(package)
         folders = (spec.submodule_search_locations or ()) if spec else ()
-        if not any(Path(folder, self.module).is_dir() for folder in folders):
-            return f"{self.package}.{self.module} is not installed"
+        if not any(Path(folder, module).is_dir() for folder in folders):
+            return f"{self.needs} is not installed"
         if case.kind not in ("attention", "backward", "prep"):
             return f"{self.name} is measured for kind attention, backward and prep only"
         if case.softcap or case.score_mod or case.sink:
@@ -401,12 +379,9 @@ class CudnnFlexPeer:
             return autograd_call(case, tensors, attention, heads_first=False)
         return partial(attention, *tensors[:3], return_lse=True)
 
-    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return raw[0], raw[1]
-
 
 @dataclass(frozen=True)
-class Fa3Peer:
+class Fa3Peer(Peer):
     """FlashAttention-3 as tokenspeed-fa3 has it: no wheel for torch on PyPI has its backward."""
 
     name: str
@@ -435,17 +410,13 @@ class Fa3Peer:
         told = (ends, ends, case.n, case.n)
         return partial(module.flash_attn_varlen_func, *tensors[:3], *told, **options)
 
-    def unpack(self, raw: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return raw[0], raw[1]
 
-
+OURS = CutePeer("ours", "flash_mask_cute.interface", None, "block_sparse_tensors_torch")
 _ALL: tuple[Peer, ...] = (
-    CutePeer("ours", "flash_mask_cute", None, "block_sparse_tensors_torch"),
-    CutePeer(
-        DETERMINISTIC, "flash_mask_cute", None, "block_sparse_tensors_torch", deterministic=True
-    ),
-    CutePeer("fa4", "flash_attn.cute", "native", "block_sparse_tensors"),
-    CutePeer("fa4_mask_mod", "flash_attn.cute", "mask_mod", "block_sparse_tensors", 192),
+    OURS,
+    replace(OURS, name=DETERMINISTIC, deterministic=True),
+    CutePeer("fa4", "flash_attn.cute.interface", "native", "block_sparse_tensors"),
+    CutePeer("fa4_mask_mod", "flash_attn.cute.interface", "mask_mod", "block_sparse_tensors", 192),
     SdpaPeer("cudnn", "CUDNN_ATTENTION", ("attention", "backward")),
     SdpaPeer("sdpa", None, ("host", "host_train")),
     SdpaPeer("sdpa_dense", None, ("attention", "backward", "memory"), dense=True),
@@ -461,12 +432,8 @@ DEFAULT_PEERS = ("ours", DETERMINISTIC, "fa4", "fa4_mask_mod", "cudnn", "sdpa")
 
 def save_forward(case: BenchCase, tensors: CaseTensors, seed: int) -> CaseTensors:
     """`tensors` with what gradients need: out and lse of our forward, and a random dout."""
-    import torch
-
-    ours = PEERS["ours"]
-    out, lse = ours.unpack(
-        ours.prepare(replace(case, kind="attention", deterministic=False), tensors)()
-    )
+    forward = replace(case, kind="attention", deterministic=False)
+    out, lse = OURS.unpack(OURS.prepare(forward, tensors)())
     assert lse is not None
     generator = torch.Generator(device=out.device).manual_seed(seed + 1)
     dout = torch.randn(out.shape, dtype=out.dtype, device=out.device, generator=generator)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bench.cases import BenchCase, make_tensors
 from bench.mods import mask_tables, torch_mask_mod
 from bench.peers import DOCUMENT_MASKS, column_tensor, cudnn_plan_call, endpoint_tensor
@@ -35,19 +38,17 @@ def _bytes(tensors: Any) -> int:
 
 
 def prepare_ours(case: BenchCase, device: str) -> Preparation:
-    import torch
-
     from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors
     from flash_mask_cute.masks.column_mask import ColumnMask
 
     mask = case.mask_of(case.n)
     indices = column_tensor(mask, torch.device(device))
 
-    def by_documents() -> tuple[torch.Tensor, ...]:
+    def by_documents() -> tuple[Tensor, ...]:
         starts, packed = ColumnMask(indices, mask.causal, documents=True).split(1)
         return starts, packed.bounds(BOUNDS_TILE, starts)
 
-    def by_keys() -> tuple[torch.Tensor, ...]:
+    def by_keys() -> tuple[Tensor, ...]:
         return (ColumnMask(indices, mask.causal).bounds(BLOCK_KEYS),)
 
     if mask.name in DOCUMENT_MASKS:
@@ -58,7 +59,6 @@ def prepare_ours(case: BenchCase, device: str) -> Preparation:
 
 
 def prepare_flex(case: BenchCase, device: str) -> Preparation:
-    import torch
     from torch.nn.attention.flex_attention import create_block_mask
 
     # Beyond a limit of recompilations torch would run uncompiled.

@@ -13,26 +13,22 @@ with and without a shift that all scores of a row have in common.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
+import sys
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from bench import Json, commit_here
+from bench import Json, runner, timing
+from bench.runner import Run, Table
 from flash_mask_cute import builders, flash_attn_func
 
 HEADS, DOCUMENT, WINDOW = 32, 2048, 1024
 CHECKED_ROWS, EAGER_SEQLEN = 64, 4096
-ROUNDS, ROUND_S = 5, 0.06
 TRITON = "jvp-flash-attention"
 
 
@@ -154,7 +150,7 @@ def peers(case: Case, device: Any) -> Iterator[tuple[str, Callable[..., Tensor]]
         except ImportError:
             pass
         else:
-            # (batch, heads, seqlen, d), which is how row_of has stored its tensors
+            # (batch, heads, seqlen, d), which is how measure has stored its tensors
             causal = case.mask == "causal"
 
             def triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -167,61 +163,34 @@ def peers(case: Case, device: Any) -> Iterator[tuple[str, Callable[..., Tensor]]
         yield "eager", lambda q, k, v: dense(q[0], k[0], v[0], case.visible(every, every))[None]
 
 
-def median_seconds(run: Callable[[], object]) -> float:
-    """Of a call among calls that follow each other, so the host's time is hidden."""
-
-    def seconds_of(calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
-        start.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1000 / calls
-
-    run()
-    torch.cuda.synchronize()
-    calls = max(1, int(ROUND_S / seconds_of(1)))
-    return statistics.median(seconds_of(calls) for _ in range(ROUNDS))
-
-
-def row_of(case: Case, device: Any) -> Json:
-    work = 12 * case.d * case.scores * HEADS
-    row: Json = {"name": case.name, "commit": commit_here()}
-    if device == "cuda":
-        row["device"] = torch.cuda.get_device_name()
+def measure(case: Case, run: Run) -> Iterator[Json]:
+    row: Json = {"name": case.name}
     for shift in (0.0, 30.0):
-        row[f"shift{shift:.0f}"] = errors(case, device, shift)
-    x, t = drawn(case, device, 0.0)
-    for name, attend in peers(case, device) if device == "cuda" else ():
+        row[f"shift{shift:.0f}"] = errors(case, run.device, shift)
+    x, t = drawn(case, run.device, 0.0)
+    for name, attend in () if run.is_dry else peers(case, run.device):
         if name == TRITON:
             x, t = (
                 tuple(y.transpose(1, 2).contiguous().transpose(1, 2) for y in z) for z in (x, t)
             )
         try:
-            seconds = median_seconds(partial(tangent_of, attend, x, t))
+            ms = timing.median(run.time({name: partial(tangent_of, attend, x, t)})[name])
         except Exception as error:  # a peer without this case
             row[name] = f"{type(error).__name__}: {str(error)[:80]}"
         else:
-            row[name] = {"ms": 1000 * seconds, "tflops": work / seconds / 1e12}
-    return row
+            work = 12 * case.d * case.scores * HEADS
+            row[name] = {"ms": ms, "tflops": work / ms / 1e9}
+    yield row
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.tangent", description=__doc__)
-    parser.add_argument("names", nargs="*", default=["*"], help="names of cases, or patterns")
-    parser.add_argument("--dry", action="store_true", help="on a CPU: small cases, errors alone")
-    parser.add_argument("--out", type=Path, help="add the rows to this file")
-    options = parser.parse_args(arguments)
-    for case in CASES:
-        if any(fnmatch(case.name, x) for x in options.names):
-            small = case._replace(n=4096 if case.mask == "documents" else 256)
-            row = row_of(small, "cpu") if options.dry else row_of(case, "cuda")
-            print(json.dumps(row), flush=True)
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+def small(cases: list[Case]) -> list[Case]:
+    return [case._replace(n=4096 if case.mask == "documents" else 256) for case in cases]
 
+
+TABLE = Table(
+    command="bench.tangent", about=__doc__, cases=lambda: CASES, measure=measure, small=small,
+    rounds=5, burst_s=0.06,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    sys.exit(runner.main(TABLE))

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench import Json, commit_here
+from bench import Json, commit_here, timing
 from bench.tangent import dense
 from flash_mask_cute import flash_attn_func
 
@@ -102,15 +101,7 @@ def gradients(net: Net, target: Callable[..., Tensor], batch: tuple[Tensor, ...]
 
 def milliseconds(run: Callable[[], object]) -> float:
     run()
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return timing.median([timing.burst(run, 1, untimed=0) for _ in range(5)])
 
 
 def of_attention(attend: Attend, device: str, seqlen: int) -> float:

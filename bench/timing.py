@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from bench import ROOT
 from bench.cases import CASES, make_tensors
 from bench.peers import PEERS, Call
@@ -58,8 +60,6 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def _events() -> tuple[Any, Any]:
-    import torch
-
     event: Any = torch.cuda.Event
     return event(enable_timing=True), event(enable_timing=True)
 
@@ -112,8 +112,6 @@ def time_loop(calls: Mapping[str, Call], rounds: int, burst_s: float, least: int
 
 def _spin_cycles(call: Call, count: int) -> int:
     """Of a spin kernel that holds the device while the host enqueues `count` calls."""
-    import torch
-
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(count):
@@ -127,8 +125,6 @@ def time_short(
     calls: Mapping[str, Call], rounds: int, count: int = SHORT_CALLS, idle_s: float = 0.05
 ) -> Samples:
     """Milliseconds of `count` calls after an idle gap, at full clock, without the host's time."""
-    import torch
-
     if not rounds:
         return {name: [] for name in calls}
     spin: Any = torch.cuda._sleep
@@ -156,8 +152,6 @@ def time_wall(call: Call, rounds: int = 30) -> list[float]:
 
 
 def _wall_us(call: Call, count: int) -> float:
-    import torch
-
     torch.cuda.synchronize()
     begin = time.perf_counter_ns()
     for _ in range(count):
@@ -168,8 +162,6 @@ def _wall_us(call: Call, count: int) -> float:
 
 def captured(call: Call) -> Call:
     """Replays of a CUDA graph of `call`, which has run before."""
-    import torch
-
     cuda: Any = torch.cuda
     side = cuda.Stream()
     side.wait_stream(cuda.current_stream())
@@ -195,8 +187,6 @@ def copies_of(size: float) -> int:
 
 def time_graph(calls: Sequence[Call], device: str = "cuda") -> float:
     """Microseconds a call, captured together and replayed. On a CPU they run once."""
-    import torch
-
     if device == "cpu":
         begin = time.perf_counter()
         for call in calls:
@@ -221,8 +211,6 @@ def time_graph(calls: Sequence[Call], device: str = "cuda") -> float:
 
 def read_ceiling() -> float:
     """Bytes a microsecond of a stream that only reads."""
-    import torch
-
     from bench.read_stream import read_words
 
     words = torch.zeros(STREAM_BYTES // 4, device="cuda", dtype=torch.int32)
@@ -245,7 +233,6 @@ def time_steps(calls: Mapping[str, Call], rounds: int, count: int) -> Samples:
 
 def count_launches(call: Call) -> int:
     """Kernels, copies and fills that a warm call puts on the device, as torch's profiler sees."""
-    import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -259,7 +246,6 @@ def count_launches(call: Call) -> int:
 
 def time_host(calls: Mapping[str, Call], total: int = 2000) -> Samples:
     """Host microseconds of a warm call by chunks, between which the device is drained."""
-    import torch
 
     def take(_: str, call: Call) -> float:
         torch.cuda.synchronize()
@@ -305,8 +291,6 @@ def load_note(call: Call, milliseconds: float, seconds: float = 1.0) -> str:
     """Clock and power while `call` runs for `seconds`, which the driver averages over one."""
     if not seconds:
         return ""
-    import torch
-
     torch.cuda.synchronize()
     for _ in range(calls_in(seconds, milliseconds)):
         call()
@@ -316,22 +300,18 @@ def load_note(call: Call, milliseconds: float, seconds: float = 1.0) -> str:
     return note
 
 
-def cold_child(peer_name: str, case_name: str) -> None:
+def cold_child(peer_name: str, case_name: str, torch_s: float) -> None:
     """Body of a fresh process of `time_cold`: prints its seconds as JSON."""
     begin = time.perf_counter()
-    import torch
-
-    torch_done = time.perf_counter()
     peer, case = PEERS[peer_name], CASES[case_name]
     importlib.import_module(peer.needs)
-    peer_done = time.perf_counter()
+    import_s = time.perf_counter() - begin
     call = peer.prepare(case, make_tensors(case, "cuda", seed=0))
     torch.cuda.synchronize()
     ready = time.perf_counter()
     call()
     torch.cuda.synchronize()
-    first = time.perf_counter() - ready
-    seconds = {"torch": torch_done - begin, "import": peer_done - torch_done, "first_call": first}
+    seconds = {"torch": torch_s, "import": import_s, "first_call": time.perf_counter() - ready}
     sys.stdout.write(json.dumps(seconds) + "\n")
 
 
@@ -342,8 +322,9 @@ def _run_cold(peer: str, case: str, cache_dir: str) -> dict[str, float]:
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{cache_dir}/fa4",
         "CUTE_DSL_CACHE_DIR": f"{cache_dir}/dsl",
     }
-    program = f"from bench.timing import cold_child; cold_child({peer!r}, {case!r})"
-    command = [sys.executable, "-c", program]
+    torch_first = "import time; t = time.perf_counter(); import torch; t = time.perf_counter() - t"
+    body = f"from bench.timing import cold_child; cold_child({peer!r}, {case!r}, t)"
+    command = [sys.executable, "-c", f"{torch_first}; {body}"]
     child = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=COLD_LIMIT_S
     )

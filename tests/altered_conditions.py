@@ -158,8 +158,7 @@ def noticed(folder: Path, tests: list[str], with_rows: bool) -> str:
     if not tests:
         return ""
     done = _python(
-        *(folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not shares"),
-        *tests,
+        *(folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not shares"), *tests
     )
     for line in done.stdout.splitlines():
         if line.startswith(("FAILED ", "ERROR ")):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from functools import lru_cache
 from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -16,10 +15,6 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device of compute capability 9.0")
-    config.addinivalue_line(
-        "markers", "sim: runs on the software GPU; start it as `pytest tests/sim`"
-    )
     config.addinivalue_line("markers", "slow: takes minutes or tens of gigabytes")
     config.addinivalue_line("markers", "shares(n): `make test` runs one case of n")
     config.addinivalue_line("markers", "daily(n): `make test` runs n cases, all in turn")
@@ -46,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in dropped]
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Cases have their ids."""
+    name = getattr(val, "id", None)
+    return name if isinstance(name, str) else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """A drawn call that fails is printed as the command that makes it again."""
@@ -55,23 +56,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
         again = f"{drawn} {drawn_share.SEED}=all python -m pytest '{item.nodeid}'"
         report.sections.append(("drawn: run it again", again))
     return report
-
-
-@lru_cache
-def _why_no_gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a CUDA device of capability 9.0, torch sees none"
-    capability = torch.cuda.get_device_capability()
-    return (
-        None
-        if capability == (9, 0)
-        else f"needs a CUDA device of capability 9.0, this one has {capability}"
-    )
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
-        pytest.skip(reason)
 
 
 @pytest.fixture

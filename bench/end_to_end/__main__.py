@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
-from bench import ROOT, Json, say
+from bench import ROOT, Json, runner, say
 from bench.end_to_end.attentions import IMPLEMENTATIONS
-from bench.end_to_end.rows import disagreements, read_rows, table
+from bench.end_to_end.rows import disagreements, table
 from bench.end_to_end.shapes import SHAPES
 from bench.end_to_end.tasks import TASKS
 from bench.end_to_end.training import LeftOut, Run, measure, measure_in_turns
@@ -123,7 +123,7 @@ def row_of_process(run: Run, arguments: Sequence[str]) -> Json:
 def main(arguments: Sequence[str]) -> int:
     given = parse(arguments)
     if given.report is not None:
-        rows = read_rows(given.report)
+        rows = runner.rows_in(given.report)
     else:
         if missing := [x for x in ("transformers", "peft") if find_spec(x) is None]:
             say(f"{COMMAND} needs {' and '.join(missing)}: pip install '.[end-to-end]'")
@@ -139,8 +139,7 @@ def main(arguments: Sequence[str]) -> int:
         for row in rows_of(runs, given, arguments):
             rows.append(row)
             if given.out is not None:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+                runner.append_line(given.out, row)
     say(table(rows))
     differing = disagreements(rows)
     for line in differing:

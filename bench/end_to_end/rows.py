@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench import Json
@@ -16,21 +14,9 @@ LIMITS = {"sft": 1e-3, "lora": 1e-3, "dpo": 1e-2, "rm": 1e-2}
 LIMIT_OF_FP32 = 1e-4
 WORKLOAD = ("task", "model", "tiny", "layers", "tokens", "docs", "steps", "device")
 COLUMNS = (
-    "impl",
-    "tokens/s",
-    "step s",
-    "first step s",
-    "peak GB",
-    "mask MB",
-    "mask ms",
-    "attention",
-    "rows",
-    "loss",
+    *("impl", "tokens/s", "step s", "first step s", "peak GB"),
+    *("mask MB", "mask ms", "attention", "rows", "loss"),
 )
-
-
-def read_rows(paths: Sequence[Path]) -> list[Json]:
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def workloads(rows: Sequence[Json]) -> Iterator[tuple[Json, list[Json]]]:

@@ -45,7 +45,7 @@ FEATURES = (
          causal=True, window_left=18, softcap=5.0, sink=FP32, column="random1", column_heads="kv",
          mask_mod="checks", score_mod="t5", blocks=(16, 16), **SMALL),
 )  # fmt: skip
-by_id = pytest.mark.parametrize("case", FEATURES, ids=lambda case: case.id)
+by_id = pytest.mark.parametrize("case", FEATURES)
 
 
 class Arguments(NamedTuple):

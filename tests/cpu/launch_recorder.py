@@ -32,19 +32,8 @@ class Recorder:
         """The mask arguments of a kernel call by name."""
         args = self.calls[call]
         names = (
-            "columns",
-            "block_size",
-            "bits",
-            "mask_bits",
-            "query_chunk",
-            "lse_low",
-            "max_scores",
-            "q_start",
-            "partials",
-            "kv_batch_idx",
-            "leftpad_k",
-            "causal_per_seq",
-            "k_descale",
+            *("columns", "block_size", "bits", "mask_bits", "query_chunk", "lse_low", "max_scores"),
+            *("q_start", "partials", "kv_batch_idx", "leftpad_k", "causal_per_seq", "k_descale"),
             "v_descale",
         )
         named = dict.fromkeys(names) | dict(zip(names, args[18:], strict=False))

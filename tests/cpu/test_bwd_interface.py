@@ -20,10 +20,7 @@ from flash_mask_cute import interface
 from flash_mask_cute.block_sparsity import BlockSparseTensorsTorch, retile_lists
 from flash_mask_cute.call import facts as facts_module
 from flash_mask_cute.call import prepare
-from flash_mask_cute.call.arguments import (
-    AttentionCall,
-    Direction,
-)
+from flash_mask_cute.call.arguments import AttentionCall, Direction
 from flash_mask_cute.call.backward import EmptyBackward, KernelBackward
 from flash_mask_cute.call.build_backward import BwdKernels
 from flash_mask_cute.call.check.validate import check_inputs

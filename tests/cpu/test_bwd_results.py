@@ -36,7 +36,7 @@ def check_on_cpu(
 
 @pytest.mark.shares(2)
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", QUICK_CASES[1::5] + MASK_CASES[::4], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", QUICK_CASES[1::5] + MASK_CASES[::4])
 def test_against_oracle(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported())
     dout, dlse = make_output_gradients(inputs)

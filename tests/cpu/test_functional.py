@@ -64,7 +64,7 @@ def test_results_against_float64(case: Case) -> None:
     assert_gradients_close(results.gradients, inputs, dout, dlse, rtol=RTOL)
 
 
-@pytest.mark.parametrize("case", FEATURES[-1:] + FEATURES[2:7:2], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", FEATURES[-1:] + FEATURES[2:7:2])
 def test_bfloat16(case: Case) -> None:
     fields = {name: getattr(case, name) for name in case.__dataclass_fields__}
     inputs = make_inputs(Case(**fields | {"dtype": BF16}))
@@ -429,7 +429,7 @@ CHECKPOINTED = [
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("case", CHECKPOINTED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CHECKPOINTED)
 def test_checkpoint(case: Case, use_reentrant: bool) -> None:
     inputs = inputs_of(case)
     arguments = Arguments.create(inputs)
@@ -443,7 +443,7 @@ def test_checkpoint(case: Case, use_reentrant: bool) -> None:
     run(inputs, arguments, call).assert_equal(eager_results(case))
 
 
-@pytest.mark.parametrize("case", CHECKPOINTED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CHECKPOINTED)
 def test_selective_checkpoint_sees_operators(case: Case) -> None:
     """Their results can be kept, so that nothing is computed again."""
     inputs = inputs_of(case)

@@ -21,8 +21,7 @@ CALLS = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("function", "way"),
-    [*CALLS, (flash_attn_func, "score_mod"), (flex_attention, "block_mask")],
+    ("function", "way"), [*CALLS, (flash_attn_func, "score_mod"), (flex_attention, "block_mask")]
 )
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_trace_is_refused(function: Any, way: str, is_warm: bool) -> None:

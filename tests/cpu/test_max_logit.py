@@ -12,12 +12,7 @@ from inputs import make_inputs
 from oracle import largest_scores
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
-from flash_mask_cute import (
-    ColumnMask,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flex_attention,
-)
+from flash_mask_cute import ColumnMask, flash_attn_func, flash_attn_varlen_func, flex_attention
 from flash_mask_cute.interface import _flash_attn_fwd
 
 CASES = (
@@ -30,7 +25,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_rows(case: Case) -> None:
     inputs = make_inputs(case)
     expected = largest_scores(inputs.q, inputs.k, inputs.v, inputs.dense, **inputs.plain_keywords)

@@ -283,11 +283,7 @@ def test_signature_of_the_block_sparsity_kernel() -> None:
     parameters = inspect.signature(compute_blocksparse_tensors).parameters
     assert list(parameters) == names
     defaults = {name: x.default for name, x in parameters.items() if x.default is not x.empty}
-    assert defaults == {
-        "device": "cuda",
-        "compute_full_blocks": True,
-        "use_fast_sampling": False,
-    }
+    assert defaults == {"device": "cuda", "compute_full_blocks": True, "use_fast_sampling": False}
 
 
 def test_kernel_object_and_its_arguments() -> None:

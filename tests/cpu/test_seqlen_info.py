@@ -8,20 +8,13 @@ from hypothesis import strategies as st
 
 from flash_mask_cute.seqlen_info import SeqlenInfoQK, SeqlenInfoQKNewK
 
-
-def as_list(values):
-    return list(values)
-
-
-def as_torch(values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def as_numpy(values):
-    return np.array(values, dtype=np.int32)
-
-
-containers = st.sampled_from([as_list, as_torch, as_numpy])
+containers = st.sampled_from(
+    [
+        lambda values: list(values),
+        lambda values: torch.tensor(values, dtype=torch.int32),
+        lambda values: np.array(values, dtype=np.int32),
+    ]
+)
 
 
 def cumulative(lengths):

@@ -8,74 +8,22 @@ from typing import Any
 import pytest
 import torch
 from cases import FP32, Case
-from eager import assert_close_to_oracle
 from inputs import Inputs, make_inputs
 from planned import planned
-from unseen_memory import (
-    EMPTY_CASES,
-    UNUSED_CASES,
-    VALUES,
-    WIDE_UNUSED_CASES,
-    Hostile,
-    check_padded_documents,
-    empty_rows,
-    with_empty,
-    with_unused,
-    with_unused_gradients,
+from unseen_memory import EMPTY_CASES, VALUES, empty_rows
+from unseen_memory_on_devices import (  # noqa: F401
+    test_in_a_fixed_order,
+    test_padding_behind_documents,
+    test_rows_of_queries_that_see_nothing,
+    test_rows_that_are_not_in_use,
 )
 
-from flash_mask_cute import flash_attn_func
 from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.call.problem import AttentionProblem, may_empty_rows
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-ALL_UNUSED = (*UNUSED_CASES, *WIDE_UNUSED_CASES)
-NAMES = ("dq", "dk", "dv")
-each_value = pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-each_empty = pytest.mark.parametrize("case", EMPTY_CASES, ids=lambda case: case.id)
-each_unused = pytest.mark.parametrize("case", ALL_UNUSED, ids=lambda case: case.id)
 
-
-@each_value
-@each_unused
-def test_rows_that_are_not_in_use(case: Case, value: float) -> None:
-    inputs = make_inputs(case)
-    hostile = with_unused(inputs, value)
-    out, lse = _flash_attn_fwd(hostile.q, hostile.k, hostile.v, **inputs.keywords)
-    assert lse is not None
-    assert_close_to_oracle(out, lse, inputs)
-    check_gradients(with_unused_gradients(inputs, value))
-
-
-@each_value
-@each_empty
-def test_rows_of_queries_that_see_nothing(case: Case, value: float) -> None:
-    hostile = with_empty(make_inputs(case), value)
-    given = hostile.inputs
-    out, lse = _flash_attn_fwd(given.q, given.k, given.v, **given.keywords)
-    assert lse is not None
-    assert_close_to_oracle(out, lse, hostile.clean_inputs)
-    check_gradients(hostile)
-
-
-def check_gradients(hostile: Hostile) -> None:
-    inputs = hostile.inputs
-    out, lse = inputs.reference[0].to(inputs.q.dtype), inputs.reference[1].float()
-    keywords = inputs.bwd_keywords
-    sink, dsink = keywords["learnable_sink"], None
-    if sink is not None:
-        dsink = keywords["dsink"] = torch.empty_like(sink)
-    operands = inputs.q, inputs.k, inputs.v, out, hostile.dout, lse
-    gradients = _flash_attn_bwd(*operands, dlse=hostile.dlse, **keywords)
-    hostile.assert_close(dict(zip(NAMES, gradients, strict=True)) | {"dsink": dsink})
-
-
-@each_value
-def test_padding_behind_documents(value: float) -> None:
-    check_padded_documents(flash_attn_func, value=value)
-
-
-@each_value
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_a_value_that_is_seen_stays(value: float) -> None:
     """Also where a sink is nearly all that a query sees, and the rest is 0."""
     inputs = make_inputs(Case("seen", 1, 40, 40, 1, 1, causal=True, sink=FP32))
@@ -141,7 +89,7 @@ def backward_problem(inputs: Inputs) -> AttentionProblem:
     return found.problem
 
 
-@each_empty
+@pytest.mark.parametrize("case", EMPTY_CASES)
 def test_cases_are_told_apart(case: Case) -> None:
     """Masks that do empty rows may; and the oracle finds no such row where they may not."""
     inputs = make_inputs(case)

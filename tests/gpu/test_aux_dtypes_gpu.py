@@ -17,7 +17,6 @@ from trained_mods import assert_aux_gradients_close
 
 from flash_mask_cute import create_block_mask
 
-pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 
@@ -36,7 +35,7 @@ def check(case: Case, compiled: bool = False) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_attention(case: Case) -> None:
     check(case)
 

@@ -26,8 +26,6 @@ from trained_mods import (
 
 from flash_mask_cute import flash_attn_func
 
-pytestmark = pytest.mark.gpu
-
 # What takes a simulator long: many key blocks, heads of a group and work tiles.
 LONG_CASES = (
     (Case("slopes-long", 2, 2000, 2000, 4, 4, causal=True), "slopes"),
@@ -64,7 +62,7 @@ def cases(*found: tuple[Case, str], shared: tuple[tuple[Case, str], ...] = ()) -
     """shared: small cases. tests/sim runs them, too; here `make test` runs a share."""
     rest = [pytest.param(*x, marks=pytest.mark.shares(4)) for x in shared]
     names = "case", "name"
-    return pytest.mark.parametrize(names, [*found, *rest], ids=lambda x: getattr(x, "id", x))
+    return pytest.mark.parametrize(names, [*found, *rest])
 
 
 LINES = LINE_CASES + FAR_CASES

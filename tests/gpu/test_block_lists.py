@@ -13,8 +13,6 @@ from flash_mask_cute import create_block_mask
 from flash_mask_cute.interface import _flash_attn_fwd
 from flash_mask_cute.utils import scalar_to_ssa
 
-pytestmark = pytest.mark.gpu
-
 
 @cute.jit
 def documents(b_idx: Any, h_idx: Any, q_idx: Any, kv_idx: Any, aux_tensors: Any) -> Any:

@@ -11,8 +11,6 @@ from public_call import no_waiting
 
 from flash_mask_cute import ColumnMask, builders, flash_attn_func
 
-pytestmark = pytest.mark.gpu
-
 SEQLEN = 1500
 LENGTHS = [600, 0, 700, 200]
 PARTS = [[300, 200, 100], [500, 200], [150, 50]]

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flash_mask_cute import flash_attn_func
 
-pytestmark = pytest.mark.gpu
-
 # queries and keys, and head dimensions
 SHAPES = [(256, 32), (384, 32), (768, 32), (200, 24), (301, 40), (384, 64)]
 

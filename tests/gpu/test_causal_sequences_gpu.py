@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flash_mask_cute import compile_count, flash_attn_func, flash_attn_varlen_func
 
-pytestmark = pytest.mark.gpu
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 
 

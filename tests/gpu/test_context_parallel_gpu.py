@@ -18,7 +18,6 @@ from public_call import capture
 from flash_mask_cute import builders, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
@@ -55,7 +54,7 @@ def test_queries_before_the_first_key(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-@pytest.mark.parametrize("case", wide_outputs.CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", wide_outputs.CASES)
 def test_an_output_in_float32(case: Case, num_splits: int) -> None:
     inputs = make_inputs(case)
     keywords: dict[str, Any] = {

@@ -14,13 +14,9 @@ from test_functional_gpu import arguments_of, check
 
 from flash_mask_cute import ColumnMask, create_block_mask, flash_attn_func
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2,
-        reason=f"needs two GPUs, torch sees {torch.cuda.device_count()}",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs, torch sees {torch.cuda.device_count()}"
+)
 
 OTHER = "cuda:1"
 CASES = (
@@ -32,7 +28,7 @@ CASES = (
     Case("documents1-gqa2", 2, 1300, 1300, 4, 2, causal=True, column="documents1", sink=FP32),
     Case("score_mod-aux", 1, 129, 255, score_mod="t5"),
 )  # fmt: skip
-by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+by_id = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,6 @@ from flash_mask_cute import flash_attn_func, interface
 from flash_mask_cute.call import tables as difference_tables
 from flash_mask_cute.call.arguments import Direction
 
-pytestmark = pytest.mark.gpu
-
 # Each with the number of tables, and of the reads whose gradients are summed by difference.
 CASES = (
     (Case("t5-long", 2, 2000, 2000, 4, 4, causal=True), "t5", 1, 0),
@@ -35,9 +33,7 @@ CASES = (
     (Case("grid-d80", 2, 1000, 1000, 4, 2, head_dim=80, causal=True), "grid", 2, 2),
     (Case("grid-softcap", 2, 1000, 1000, 4, 2, head_dim=128, softcap=20.0), "grid", 2, 2),
 )  # fmt: skip
-cases = pytest.mark.parametrize(
-    ("case", "name", "tables", "summed"), CASES, ids=lambda x: getattr(x, "id", None)
-)
+cases = pytest.mark.parametrize(("case", "name", "tables", "summed"), CASES)
 
 
 def has_tables(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:

@@ -19,7 +19,6 @@ from flash_mask_cute import (
     flash_attn_with_kvcache,
 )
 
-pytestmark = pytest.mark.gpu
 SEQLEN, KEYS = 20000, 2048
 ROWS = (1, 2047, 2048, 2049, 4097, 12345, 20000)
 # chunks of 1, 64 and 500 rows that begin anywhere
@@ -125,11 +124,9 @@ def test_cuts_are_in_the_bits_and_a_graph_has_them() -> None:
     assert not whole.has_bits_of(other.whole(records=False))
     cache = [x.clone() for x in (rows.k, rows.v)]
     q, lengths = torch.empty_like(rows.q[:, :1]), torch.ones(1, dtype=torch.int32, device="cuda")
-
-    def step() -> Any:
-        return flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, **rows.options)
-
-    graph, result = capture(step)
+    graph, result = capture(
+        lambda: flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, **rows.options)
+    )
     for end in (*ROWS, *range(77, SEQLEN, 103)):
         q.copy_(rows.q[:, end - 1 : end])
         lengths.fill_(end)

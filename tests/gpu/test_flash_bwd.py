@@ -34,8 +34,6 @@ from flash_mask_cute import interface
 from flash_mask_cute.call.documents import PackedBackward
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
-
 NAN = float("nan")
 NAMES = ("dq", "dk", "dv")
 
@@ -75,7 +73,7 @@ def check(inputs: Inputs, seed: int = 1, has_dlse: bool = True) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_against_oracle(case: Case) -> None:
     """Only these without dlse, too: the kernel that reads it knows no masks."""
     check(make_inputs(case, "cuda"), has_dlse=False)
@@ -83,7 +81,7 @@ def test_against_oracle(case: Case) -> None:
 
 @pytest.mark.shares(2)
 @pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
-@pytest.mark.parametrize("case", DOCUMENT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", DOCUMENT_CASES)
 def test_documents_that_mask_bits_show(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
     check(inputs)
@@ -100,8 +98,7 @@ def test_documents_that_mask_bits_show(case: Case) -> None:
 @pytest.mark.shares(6)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize(
-    ("draw", "seed"),
-    [*product([random_case], range(60)), *product([random_mask_case], range(120))],
+    ("draw", "seed"), [*product([random_case], range(60)), *product([random_mask_case], range(120))]
 )
 def test_fuzzed(draw: Callable[[random.Random], Case], seed: int) -> None:
     """In both directions, which share a kernel: pairs of features, and masks."""
@@ -135,7 +132,7 @@ ALL_MASKS = MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", ALL_MASKS + LARGE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", ALL_MASKS + LARGE_CASES)
 def test_masks_and_large_problems(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
 
@@ -152,7 +149,6 @@ def test_masks_and_large_problems(case: Case) -> None:
         Case("no queries", lengths_q=(0, 64, 0), lengths_k=(129, 200, 300)),
         Case("nothing", lengths_q=(129, 64), lengths_k=(0, 0)),
     ],
-    ids=lambda case: case.id,
 )
 def test_rows_that_see_nothing(case: Case, sink: torch.dtype | None) -> None:
     check(make_inputs(replace(case, sink=sink), "cuda"))
@@ -212,7 +208,6 @@ def test_gradients_into_slices_of_one_tensor() -> None:
         Case("dense", 2, 255, 1000, 8, 2, causal=True, sink=FP32),
         Case("varlen", lengths_q=(129, 1, 255), lengths_k=(300, 127, 255), causal=True),
     ],
-    ids=lambda case: case.id,
 )
 def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
     captured = make_inputs(case, "cuda")
@@ -293,7 +288,6 @@ def test_sizes_and_values_do_not_recompile() -> None:
         MASK_CASES[0],
         *[case for case in MASK_CASES if case.blocks][:3],
     ],
-    ids=lambda case: case.id,
 )
 def test_no_call_waits_for_the_device(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported(), "cuda")
@@ -362,12 +356,12 @@ TURN_CASES = (
 
 @pytest.mark.shares(3)
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", TURN_CASES + WIDE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", TURN_CASES + WIDE_CASES)
 def test_wide_heads(case: Case) -> None:
     check(make_inputs(case, "cuda"))
 
 
-@pytest.mark.parametrize("case", [WIDE_CASES[i] for i in (1, 3, 7)], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [WIDE_CASES[i] for i in (1, 3, 7)])
 @pytest.mark.parametrize(
     "more",
     [
@@ -396,7 +390,7 @@ CUT_CASES = (
 @pytest.mark.shares(3)
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("dims", [(192, 128), (160, 160), (136, 96)])
-@pytest.mark.parametrize("case", CUT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CUT_CASES)
 def test_cut_blocks_with_keys_of_each_warpgroup(case: Case, dims: tuple[int, int]) -> None:
     """What mask warps have few registers for beside wide heads."""
     inputs = make_inputs(replace(case, head_dim=dims[0], head_dim_v=dims[1]), "cuda")
@@ -432,7 +426,7 @@ SPLIT_CASES = (
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("is_ordered", [False, True], ids=["any-order", "deterministic"])
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SPLIT_CASES)
 def test_split_groups(case: Case, is_ordered: bool) -> None:
     """By every divisor of the group; in a fixed order each has the same bits again."""
     inputs = make_inputs(case, "cuda")
@@ -468,14 +462,14 @@ DETERMINISTIC = [
 
 
 @pytest.mark.shares(2)
-@pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", DETERMINISTIC)
 def test_deterministic(case: Case) -> None:
     """Ten runs have the same bits."""
     check_bits(case, *[{}] * 9)
 
 
 @pytest.mark.shares(4)
-@pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", DETERMINISTIC)
 def test_skipping_changes_no_ordered_bit(case: Case) -> None:
     check_bits(case, {"config": {"skip_blocks": False}})
 
@@ -484,7 +478,7 @@ SKIPPED = [Case("causal", 2, 1000, 700, causal=True), DETERMINISTIC[1], *MASK_CA
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", SKIPPED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SKIPPED)
 def test_skipping_changes_no_bit(case: Case) -> None:
     """Of dK and dV; dQ is summed in an order of chance."""
     more = {"config": {"skip_blocks": False}}

@@ -13,11 +13,9 @@ from public_call import capture, check, check_replay, forward
 import flash_mask_cute
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_against_oracle(case: Case) -> None:
     check(make_inputs(case, "cuda"))
 
@@ -33,7 +31,7 @@ EMPTY_ROW_CASES = (
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("sink", [None, FP32], ids=["no-sink", "sink"])
-@pytest.mark.parametrize("case", EMPTY_ROW_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EMPTY_ROW_CASES)
 def test_rows_that_see_nothing(case: Case, sink: torch.dtype | None) -> None:
     inputs = make_inputs(replace(case, sink=sink), "cuda")
     empty = (inputs.reference[0] == 0).all(dim=-1)
@@ -121,7 +119,7 @@ GRAPH_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", GRAPH_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", GRAPH_CASES)
 def test_cuda_graph_replays_on_new_inputs(case: Case) -> None:
     inputs = make_inputs(case, "cuda", seed=0)
     graph, results = capture(lambda: forward(inputs))
@@ -133,9 +131,7 @@ def test_runs_on_the_current_stream() -> None:
     """It is busy before it writes q, k and v: a kernel on another stream would read zeros."""
     inputs = make_inputs(Case("stream", 2, 255, 1000, causal=True), "cuda")
     late = Inputs(
-        inputs.case,
-        *(torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v)),
-        inputs.keywords,
+        inputs.case, *(torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v)), inputs.keywords
     )
     forward(late)
     torch.cuda.synchronize()

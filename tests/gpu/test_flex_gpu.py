@@ -15,7 +15,6 @@ from flash_mask_cute import ColumnMask, flash_attn_func, flex_attention, keep_bl
 
 # Allocations are not poisoned: Dynamo looks up torch's functions once in a process, and would find
 # those that poison.
-pytestmark = pytest.mark.gpu
 
 N = 700
 Mod = Callable[..., Tensor]

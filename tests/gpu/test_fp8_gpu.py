@@ -14,7 +14,6 @@ from torch import Tensor
 from flash_mask_cute import compile_count, explain, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 # of 64 rows, as those of keys in fp8
 SMALL = {"config": {"tile_m": 64}}

@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_mask_cute import BlockSparseTensorsTorch, flash_attn_func
 
-pytestmark = pytest.mark.gpu
-
 CASES = (
     Case("causal-gqa4-sink", 2, 300, 300, 8, 2, causal=True, sink=FP32),
     Case("window-d64", 1, 255, 400, head_dim=64, window_left=90, window_right=3),
@@ -35,7 +33,7 @@ CASES = (
     Case("documents2-d64", 2, 1111, 1111, head_dim=64, column="documents2"),
     Case("documents4-window", 1, 1500, 1500, 4, 1, window_left=90, column="documents4"),
 )  # fmt: skip
-by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+by_id = pytest.mark.parametrize("case", CASES)
 
 
 def arguments_of(inputs: Inputs) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -118,7 +116,7 @@ def test_inductor(case: Case) -> None:
         check(make_inputs(case, "cuda", seed), compiled)
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES[::2])
 def test_graphs_of_the_compiler(case: Case) -> None:
     """Recorded in the second call, replayed in the others, on new tensors."""
     torch._dynamo.reset()
@@ -131,7 +129,7 @@ def test_graphs_of_the_compiler(case: Case) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("case", CASES[1::2], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES[1::2])
 def test_checkpoint(case: Case, use_reentrant: bool) -> None:
     inputs = make_inputs(case, "cuda")
     function, _ = arguments_of(inputs)
@@ -147,7 +145,7 @@ def test_checkpoint(case: Case, use_reentrant: bool) -> None:
     check(inputs, call)
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], CASES[6]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES[:3], CASES[6]])
 def test_a_captured_step_follows_its_inputs(case: Case) -> None:
     """Forward and backward in one CUDA graph, replayed on other values and another mask."""
     captured, fresh = (make_inputs(case, "cuda", seed) for seed in (0, 1))
@@ -194,7 +192,7 @@ def test_a_captured_step_follows_its_inputs(case: Case) -> None:
     assert_gradients_close(gradients, fresh, dout, dlse)
 
 
-@pytest.mark.parametrize("case", CASES[6:], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES[6:])
 def test_documents_in_a_fixed_order(case: Case) -> None:
     """Bits of their gradients are the same in every run, and without skipping."""
     inputs = make_inputs(case, "cuda")
@@ -230,11 +228,9 @@ def test_operators_read_lists_that_were_rewritten_unseen() -> None:
     cnt = torch.tensor([[[1, 2]]], dtype=torch.int32, device="cuda")
     idx = torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32, device="cuda")
     lists = BlockSparseTensorsTorch(cnt, idx, block_size=(96, 96))
-
-    def call() -> Tensor:
-        return flash_attn_func(q, k, v, block_sparse_tensors=lists)
-
-    compiled = torch.compile(call, fullgraph=True)
+    compiled = torch.compile(
+        lambda: flash_attn_func(q, k, v, block_sparse_tensors=lists), fullgraph=True
+    )
     first = compiled()
     cnt.data.fill_(1)
     second = compiled()

@@ -9,8 +9,6 @@ import pytest
 import torch
 from example_modules import ROOT, load_example
 
-pytestmark = pytest.mark.gpu
-
 
 def test_replays_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replay is one step from where the last one left the parameters, as eager steps are."""

@@ -10,8 +10,6 @@ from random_hostile import GPU_FRAMES, draw_call
 
 DRAWN = Draws.of("HOSTILE", 300, 0, "CALLS")
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("kind", range(len(GPU_FRAMES)))

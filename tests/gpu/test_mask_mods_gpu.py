@@ -12,8 +12,6 @@ from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders, flash_attn_func
 
-pytestmark = pytest.mark.gpu
-
 Mod = Callable[..., Tensor]
 N = 3000
 

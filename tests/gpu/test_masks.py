@@ -24,22 +24,16 @@ from flash_mask_cute.call.documents import PackedForward
 from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize(
-    "case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES, ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES)
 def test_against_oracle(case: Case) -> None:
     check(make_inputs(case.packed_if_supported(), "cuda"))
 
 
 @pytest.mark.shares(3)
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize(
-    "case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES, ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", MASK_CASES + MASK_BITS_CASES + MASK_BITS_VARLEN_CASES)
 def test_skipping_changes_no_bit(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported(), "cuda")
     skipping = forward(inputs)
@@ -49,7 +43,7 @@ def test_skipping_changes_no_bit(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
-@pytest.mark.parametrize("case", DOCUMENT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", DOCUMENT_CASES)
 def test_documents_that_mask_bits_show(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
     check(inputs)
@@ -100,7 +94,7 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("case", SIZES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SIZES)
 def test_contents_and_sizes_do_not_recompile(case: Case) -> None:
     forward(make_inputs(case, "cuda"))
     with compiles(0):
@@ -115,10 +109,7 @@ def test_contents_and_sizes_do_not_recompile(case: Case) -> None:
 
 
 def offset_mask(offset: int) -> Callable[..., Any]:
-    def mask(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return k <= q + offset
-
-    return mask
+    return lambda b, h, q, k, aux: k <= q + offset
 
 
 GLOBAL_OFFSET = 3
@@ -209,9 +200,7 @@ def test_any_strides_of_what_masks_read() -> None:
     assert_close_to_oracle(*forward(inputs, **more), inputs)
 
 
-@pytest.mark.parametrize(
-    "case", [MASK_CASES[0], *(c for c in MASK_CASES if c.blocks)][:4], ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", [MASK_CASES[0], *(c for c in MASK_CASES if c.blocks)][:4])
 def test_no_call_waits_for_the_device(case: Case) -> None:
     inputs = make_inputs(case.packed_if_supported(), "cuda")
     forward(inputs)

@@ -8,8 +8,6 @@ from cases import Case
 from eager import assert_close_to_oracle
 from inputs import make_inputs
 
-pytestmark = pytest.mark.gpu
-
 CASE = Case(
     "native", batch=2, seqlen_q=255, seqlen_k=300, heads_q=4, heads_kv=2, head_dim=128, causal=True
 )

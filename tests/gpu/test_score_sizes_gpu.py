@@ -15,7 +15,7 @@ from trained_mods import assert_aux_gradients_close
 
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # each with a forward or a backward that goes another way
 CASES = (
@@ -27,7 +27,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_both_ways(case: Case) -> None:
     """One kernel of either direction for all tables."""
     for name in TABLES:

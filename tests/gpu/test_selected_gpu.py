@@ -25,8 +25,6 @@ from flash_mask_cute import (
 
 DRAWN = Draws.of("SELECTED", 48, 0)
 
-pytestmark = pytest.mark.gpu
-
 # FLASH_MASK_SELECTED_DRAWS=2000: once, for a change of the kernels
 # with kernels of their own, which take longer to compile than many draws to run
 KINDS = 24

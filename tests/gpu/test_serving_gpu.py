@@ -22,7 +22,6 @@ from flash_mask_cute import (
 )
 from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 BF16, INT = torch.bfloat16, torch.int32
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flash_mask_cute import flash_attn_func, flash_attn_varlen_func
 
-pytestmark = pytest.mark.gpu
 BF16, INT, CUDA = torch.bfloat16, torch.int32, torch.device("cuda")
 # each case compiles ten kernels
 test_forward, test_backward = map(pytest.mark.shares(4), (test_forward, test_backward))

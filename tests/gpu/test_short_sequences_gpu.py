@@ -13,7 +13,7 @@ from trained_mods import IN_GRID, TrainedRecipe, make_trained
 
 from flash_mask_cute.call.arguments import Direction
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # at least four sequences of a head for each SM
 MANY = 72
@@ -41,7 +41,7 @@ TRAINED_CASES = (
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
     reason="Hopper has the kernels",
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda x: x.id)
+@pytest.mark.parametrize("case", CASES)
 def test_against_oracle(case: Case) -> None:
     inputs = make_inputs(case, "cuda")
     assert planned(call_of(inputs, Direction.BACKWARD)).is_short

@@ -14,7 +14,6 @@ from split_cases import SPLIT_CASES, TABLED_CASES, SplitCase, take_chunks
 
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
@@ -24,7 +23,7 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.shares(2)
-@pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)
+@pytest.mark.parametrize("split", SPLIT_CASES)
 def test_against_oracle(split: SplitCase) -> None:
     inputs = make_inputs(split.case, CUDA)
     x = inputs.q, inputs.k, inputs.v
@@ -38,7 +37,7 @@ def test_against_oracle(split: SplitCase) -> None:
     assert all(torch.equal(again, out) for again, _ in results)
 
 
-@pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
+@pytest.mark.parametrize("split", TABLED_CASES)
 def test_scores_of_any_size(split: SplitCase) -> None:
     for name in TABLES:
         inputs = make_tabled(split.case, name, CUDA).inputs

@@ -22,8 +22,6 @@ from statistics_cases import (
 import flash_mask_cute
 from flash_mask_cute import attention_statistics, flash_attn_func
 
-pytestmark = pytest.mark.gpu
-
 # of the exponentials of the hardware, of fp32 exponents
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 

@@ -15,7 +15,7 @@ from unseen_memory import UNUSED_CASES, with_unused
 
 from flash_mask_cute import flash_attn_func
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 CUDA = torch.device("cuda")
 CASES = tuple(
     Case(f"{name}-d{d}", head_dim=d, dtype=FP16 if d == 96 else BF16, **fields)
@@ -46,13 +46,13 @@ def found_and_right(inputs: Any, tangents: Any, of: Any = None) -> None:
 
 
 @pytest.mark.shares(3)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_against_oracle(case: Case) -> None:
     inputs = make_inputs(case, CUDA)
     found_and_right(inputs, make_tangents(inputs))
 
 
-@pytest.mark.parametrize("case", UNUSED_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", UNUSED_CASES)
 def test_unused_memory_reaches_no_tangent(case: Case) -> None:
     clean = make_inputs(replace(case, pack_gqa=None), CUDA)
     tangents = make_tangents(clean)

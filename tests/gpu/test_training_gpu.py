@@ -9,8 +9,6 @@ import pytest
 import torch
 from example_modules import ROOT, load_example
 
-pytestmark = pytest.mark.gpu
-
 # heads of 128 columns, which share a KV head
 SMALL = (
     *("--device", "cuda", "--layers", "2", "--hidden", "512", "--heads", "4"),

@@ -19,7 +19,7 @@ from transformers import StaticCache
 from flash_mask_cute.integrations.transformers import masks_for, register
 from flash_mask_cute.integrations.transformers.masks import make_mask
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"input_ids": IDS},

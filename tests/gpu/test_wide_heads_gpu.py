@@ -18,7 +18,7 @@ from wide_heads_on_devices import (  # noqa: F401
 from flash_mask_cute import flash_attn_func, flash_attn_with_kvcache
 from flash_mask_cute.interface import _flash_attn_fwd
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 CUDA = torch.device("cuda")
 test_against_oracle, test_decoding = map(
     pytest.mark.shares(4), (test_against_oracle, test_decoding)
@@ -49,7 +49,7 @@ def test_new_keys() -> None:
 
 
 @pytest.mark.shares(3)
-@pytest.mark.parametrize("case", TRAINED_WIDE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", TRAINED_WIDE_CASES)
 def test_gradients(case: Case) -> None:
     """Each has one owner, so its bits are equal every time."""
     inputs = make_inputs(case, CUDA)

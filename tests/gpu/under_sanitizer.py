@@ -15,12 +15,7 @@ import cutlass.cute as cute
 import torch
 from torch import Tensor
 
-from flash_mask_cute import (
-    builders,
-    create_block_mask,
-    flash_attn_func,
-    flash_attn_varlen_func,
-)
+from flash_mask_cute import builders, create_block_mask, flash_attn_func, flash_attn_varlen_func
 from flash_mask_cute.call import plan as plan_module
 from flash_mask_cute.call.mask_bits import Limits
 from flash_mask_cute.utils import scalar_to_ssa

@@ -39,10 +39,7 @@ def run_on_simulator(
 
 
 def run_sim(
-    simulator: ModuleType,
-    inputs: Inputs,
-    seeds: tuple[int | None, ...] = DELAY_SEEDS,
-    **more: Any,
+    simulator: ModuleType, inputs: Inputs, seeds: tuple[int | None, ...] = DELAY_SEEDS, **more: Any
 ) -> float:
     """Run with each seed against the oracle, without warnings; the largest share of the bound."""
     share = 0.0

@@ -17,8 +17,6 @@ from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH
 
-pytestmark = pytest.mark.sim
-
 
 def append_of(call: CacheCall) -> Append:
     x = call.keywords

@@ -18,11 +18,11 @@ from trained_mods import assert_aux_gradients_close
 # as the software GPU is, so that these tests run on either
 ARCH = ACTIVE_ARCH
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for Hopper only")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_forward(simulator: ModuleType, case: Case) -> None:
     """Several heads: on Hopper one kernel makes mask bits, another reads them."""
     run_sim(simulator, make_all_dtypes(case).inputs, seeds=(1,))
@@ -31,7 +31,7 @@ def test_forward(simulator: ModuleType, case: Case) -> None:
 
 
 @hopper_only
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_backward(simulator: ModuleType, case: Case) -> None:
     """With the gradient of a table that a uint8 indexes."""
     import simulated_backward

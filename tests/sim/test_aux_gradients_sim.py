@@ -31,7 +31,7 @@ DRAWN = Draws.of("LEARNED", 1)
 
 DIMS = ((64, 64), (128, 128), (32, 32), (80, 80), (40, 40), (96, 64), (192, 128), (256, 256))
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any) -> None:
@@ -45,9 +45,7 @@ def check(simulator: ModuleType, case: Case, name: str, seeds: Any, **more: Any)
         assert_aux_gradients_close(trained, given, dout, None if seed is None else dlse)
 
 
-@pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + LINE_CASES + FAR_CASES, ids=lambda x: getattr(x, "id", x)
-)
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES + LINE_CASES + FAR_CASES)
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
     check(simulator, case, name, DELAY_SEEDS)

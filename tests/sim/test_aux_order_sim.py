@@ -26,14 +26,11 @@ from trained_mods import (
 from flash_mask_cute.call import tables as difference_tables
 
 pytestmark = [
-    pytest.mark.sim,
     pytest.mark.usefixtures("poisoned_allocations"),
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="refused on Blackwell"),
 ]
 cases = pytest.mark.parametrize(
-    ("case", "name"),
-    ORDERED_CASES + TRAINED_CASES[1:5] + LINE_CASES + FAR_CASES,
-    ids=lambda x: getattr(x, "id", x),
+    ("case", "name"), ORDERED_CASES + TRAINED_CASES[1:5] + LINE_CASES + FAR_CASES
 )
 
 
@@ -48,9 +45,7 @@ def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
         assert_aux_gradients_close(trained, given, dout, None if seed is None else dlse)
 
 
-@pytest.mark.parametrize(
-    ("case", "name"), ORDERED_CASES[:2] + TRAINED_CASES[1:2], ids=lambda x: getattr(x, "id", x)
-)
+@pytest.mark.parametrize(("case", "name"), ORDERED_CASES[:2] + TRAINED_CASES[1:2])
 def test_equal_bits_in_any_order_of_warps(simulator: ModuleType, case: Case, name: str) -> None:
     given = make_trained(case, name)
     runs = [ordered_gradients(simulator, given, seed) for seed in (None, 1, 2, 3)]

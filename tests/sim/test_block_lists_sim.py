@@ -18,8 +18,6 @@ from flash_mask_cute.mask_prep import block_lists
 from flash_mask_cute.mask_prep.block_lists import OrderedTensors, compile_ordered_lists
 from flash_mask_cute.runtime.target import Target
 
-pytestmark = pytest.mark.sim
-
 # None: warps take turns; a seed: shuffled.
 DELAY_SEEDS = (None, 1)
 POISON = 7777

@@ -10,8 +10,6 @@ import torch
 from quiet_runs import quiet_run
 from torch import Tensor
 
-pytestmark = pytest.mark.sim
-
 DELAY_SEEDS = (None, 1, 2)
 
 

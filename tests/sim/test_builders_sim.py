@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_mask_cute import ColumnMask, builders
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 SEQLEN = 230
 # Three key blocks and two query blocks; documents end inside of these.

@@ -14,8 +14,6 @@ from einops import rearrange
 from quiet_runs import quiet_run
 from torch import Tensor
 
-pytestmark = pytest.mark.sim
-
 HEADS = 2
 # The first run lets warps take turns, the others shuffle them.
 DELAY_SEEDS = (None, 1, 2)

@@ -22,7 +22,6 @@ from torch import Tensor
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
-    pytest.mark.sim,
     pytest.mark.usefixtures("poisoned_allocations"),
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="no rows stay on Blackwell"),
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from causal_sequences_on_devices import test_random_calls  # noqa: F401
 
 ARCH = "sm_90a"
-pytestmark = pytest.mark.sim

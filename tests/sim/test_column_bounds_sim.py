@@ -13,8 +13,6 @@ from torch import Tensor
 from flash_mask_cute.mask_prep.column_bounds import compile_column_bounds
 from flash_mask_cute.runtime.cache import CompileCache, compile_count
 
-pytestmark = pytest.mark.sim
-
 # None: warps take turns; a seed: shuffled.
 DELAY_SEEDS = (None, 1)
 POISON = 7777

@@ -15,7 +15,6 @@ from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH
 NAN, NEG_INF = float("nan"), float("-inf")
-pytestmark = pytest.mark.sim
 
 
 def combined(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

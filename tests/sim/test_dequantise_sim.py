@@ -20,7 +20,6 @@ from flash_mask_cute.runtime.target import Target
 
 ARCH = "sm_90a"
 assert ACTIVE_ARCH
-pytestmark = pytest.mark.sim
 CASES = (
     Fp8Case(
         "pages", 64, seqlen_q=70, lengths=(150, 90), capacity=160, page_size=16,

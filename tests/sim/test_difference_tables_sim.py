@@ -23,7 +23,7 @@ from flash_mask_cute.runtime.target import Target
 # as the software GPU is, so that these tests run on either
 ARCH = ACTIVE_ARCH
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 SUMMED = ("axial", "grid", "grid_and_slopes", "swin")
 IS_ORDERED = ACTIVE_ARCH == "sm_90a"
@@ -73,9 +73,7 @@ CASES = (
     (Case("swin-gqa2-d64", 1, 100, 140, 2, 1, head_dim=64, causal=True), "swin", 0),
 )  # fmt: skip
 GRID = CASES[5]
-cases = pytest.mark.parametrize(
-    ("case", "name", "count"), CASES, ids=lambda x: getattr(x, "id", None)
-)
+cases = pytest.mark.parametrize(("case", "name", "count"), CASES)
 # Neighbours share no kernel, and one takes up to a minute.
 ALONE = pytest.mark.shares(36)
 

@@ -32,10 +32,7 @@ from flash_mask_cute.mask_prep.mask_bits import (
 )
 from flash_mask_cute.runtime.target import Target
 
-pytestmark = [
-    pytest.mark.sim,
-    pytest.mark.usefixtures("poisoned_allocations", "documents_packed"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations", "documents_packed")
 
 TARGET = Target("sm_90a", num_sms=2)
 HEADS, BATCH = 4, 2

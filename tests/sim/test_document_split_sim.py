@@ -14,8 +14,6 @@ from flash_mask_cute.mask_prep.documents import BOUNDS_TILE, DocumentTensors, co
 from flash_mask_cute.masks import builders
 from flash_mask_cute.masks.column_mask import ColumnMask
 
-pytestmark = pytest.mark.sim
-
 # None: warps take turns; a seed: shuffled.
 DELAY_SEEDS = (None, 1)
 POISON = 7777

@@ -25,7 +25,7 @@ from slow_roles import cache_oracles, slow_sets, with_each_role_slow
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 NUM_WARPS = 20
 # seeds of delays, and how many CTAs or pairs run at a time
@@ -35,7 +35,7 @@ Run = Callable[[tuple[int | None, ...]], float]
 
 # Of a table that has run in every order (bench/results/blackwell_cases.txt).
 @pytest.mark.shares(60)
-@pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.id)
+@pytest.mark.parametrize("draw", DRAWS)
 def test_draw(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, draw: Draw) -> None:
     inputs = make_inputs(draw.case, seed=draw.number)
     if draw.page_size is not None:

@@ -15,7 +15,6 @@ from simulated_forward import run_on_simulator
 from flash_mask_cute.call.append import Append, append
 from flash_mask_cute.runtime.target import Target
 
-pytestmark = pytest.mark.sim
 WAIT = "griddepcontrol.wait;"
 
 

@@ -22,7 +22,7 @@ from flash_mask_cute.mods.aux_gradients import add_to_memory, offset_in
 from flash_mask_cute.mods.fixed_point_sums import NUM_WORDS
 from flash_mask_cute.runtime.fake_tensors import strided
 
-pytestmark = [pytest.mark.sim, pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="same text")]
+pytestmark = pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="same text")
 NUMBERS, SUMS = 2048, 4
 
 

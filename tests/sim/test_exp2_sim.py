@@ -18,8 +18,6 @@ from flash_mask_cute.core import exp2
 
 ARCH = ACTIVE_ARCH
 
-pytestmark = pytest.mark.sim
-
 
 SPECIAL = torch.tensor(
     [-float("inf"), -1e30, -200.0, 0.0, 5.0, -3.0, 2.0**100, 200.0, float("nan")]

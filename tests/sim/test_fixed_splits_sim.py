@@ -31,7 +31,7 @@ from flash_mask_cute.runtime.cache import CompileCache
 from flash_mask_cute.runtime.target import Target
 from flash_mask_cute.sm90 import flash_fwd
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 SEQLEN, KEYS = 1100, 512
 NAN = float("nan")

@@ -23,7 +23,7 @@ from flash_mask_cute.sm100.flash_bwd_traits import BwdTraits, Role
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 PAIR = {"cta_pair": True, "clears_dq": True}
 WIDE = {"head_dim": 128, "head_dim_v": 128}

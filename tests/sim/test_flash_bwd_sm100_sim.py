@@ -12,7 +12,7 @@ from trained_mods import TRAINED_CASES, assert_aux_gradients_close, make_trained
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 @pytest.mark.parametrize("seed", [2, 3])
@@ -29,7 +29,7 @@ def test_sums_that_the_first_one_stores(simulator: ModuleType, d: int) -> None:
     run_sim(simulator, make_inputs(case), seeds=(d,), config={"clears_dq": False})
 
 
-@pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES)
 def test_gradients_of_aux_tensors(simulator: ModuleType, case: Case, name: str) -> None:
     """Beside dq, dk, dv."""
     given = make_trained(case, name)

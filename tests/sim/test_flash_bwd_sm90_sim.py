@@ -22,23 +22,14 @@ from eager import assert_gradients_close
 from inputs import make_inputs, make_output_gradients, of_one_column_mask
 from oracle import reference_gradients
 from recording import calls_of
-from simulated_backward import (
-    launch,
-    run_hostile,
-    run_on_simulator,
-    run_sim,
-)
-from unseen_memory import (
-    NAN,
-    check_padded_documents,
-    with_unused_gradients,
-)
+from simulated_backward import launch, run_hostile, run_on_simulator, run_sim
+from unseen_memory import NAN, check_padded_documents, with_unused_gradients
 
 from flash_mask_cute import functional, interface
 from flash_mask_cute.call.documents import PackedBackward
 from flash_mask_cute.masks.column_mask import ColumnMask
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 @pytest.mark.parametrize(
@@ -68,8 +59,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
         (Case("d136-dv152", 1, 65, 140, 2, 1, head_dim=136, head_dim_v=152, causal=True), 2, {}),
         (Case("d176-dv72", 1, 65, 140, 2, 1, head_dim=176, head_dim_v=72), 2, {}),
         (Case("d192-dv128", 1, 65, 140, 4, 1, head_dim=192, head_dim_v=128, window_left=30), 4, {}),
-    ],
-    ids=lambda x: x.id if isinstance(x, Case) else None,
+    ]
 )  # fmt: skip
 def test_split_groups(simulator: ModuleType, case: Case, splits: int, more: dict[str, Any]) -> None:
     """Several CTAs with the same keys; a kernel more, which adds dK and dV."""
@@ -85,7 +75,7 @@ def test_operands_that_share_elements(simulator: ModuleType) -> None:
     run_sim(simulator, replace(inputs, q=q, k=k, v=v))
 
 
-@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES)
 def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
@@ -118,7 +108,7 @@ def test_padding_behind_documents(simulator: ModuleType, monkeypatch: pytest.Mon
     assert len(packed) == 1
 
 
-@pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_BITS_CASES)
 def test_mask_bits_for_all_heads(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), launches=4)
 
@@ -278,7 +268,7 @@ def cluster_of_main(simulator: ModuleType) -> tuple[int, int, int]:
     return launch["cluster"]
 
 
-@pytest.mark.parametrize("case", PAIR_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", PAIR_CASES)
 def test_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), seeds=(1,), config={"cta_pair": True})
     assert cluster_of_main(simulator) == (2, 1, 1)
@@ -322,7 +312,7 @@ SPLIT_KEYS_CASES = (
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-@pytest.mark.parametrize("case", SPLIT_KEYS_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SPLIT_KEYS_CASES)
 def test_keys_of_each_warpgroup(simulator: ModuleType, case: Case, seed: int | None) -> None:
     run_sim(simulator, make_inputs(case), seeds=(seed,), config={"splits_keys": True})
     assert cluster_of_main(simulator) == (1, 1, 1)
@@ -331,7 +321,7 @@ def test_keys_of_each_warpgroup(simulator: ModuleType, case: Case, seed: int | N
 @pytest.mark.parametrize(
     "more", [{"deterministic": True}, {"config": {"clears_dq": True}}], ids=str
 )
-@pytest.mark.parametrize("case", SPLIT_KEYS_CASES[1:6:2], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SPLIT_KEYS_CASES[1:6:2])
 def test_orders_of_sums_with_keys_of_each_warpgroup(
     simulator: ModuleType, case: Case, more: dict[str, Any]
 ) -> None:
@@ -366,7 +356,6 @@ def test_cut_blocks_with_keys_of_each_warpgroup(
         Case("mask-bits-one-tile", 1, 100, 64, 4, 4, mask_mod="documents"),
         Case("mask-bits-odd-tiles", 1, 100, 300, 4, 4, mask_mod="documents"),
     ],
-    ids=lambda case: case.id,
 )
 def test_mask_bits_for_pairs_of_ctas(simulator: ModuleType, case: Case) -> None:
     """Blocks with one or both tiles of a pair; a pair of which one CTA has no keys."""

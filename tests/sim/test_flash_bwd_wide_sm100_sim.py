@@ -13,7 +13,7 @@ from trained_mods import assert_aux_gradients_close, make_trained
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 ALONE = {"cta_pair": False}
 CASES = tuple(

@@ -23,7 +23,7 @@ from flash_mask_cute.sm100 import umma
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # in order, and at random later points
 SEEDS = (None, 1)
@@ -50,7 +50,7 @@ WIDE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", WIDE)
 def test_wide_heads_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), seeds=SEEDS)
     (launch,) = simulator.RESULTS[-1]["launches"]
@@ -75,7 +75,7 @@ HALVES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", HALVES)
 def test_one_half_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), seeds=SEEDS, config={"tile_m": 128, "cta_pair": False})
 
@@ -107,7 +107,7 @@ PAIRS = (
 )
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", PAIRS)
 def test_pairs_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), seeds=SEEDS, config={"cta_pair": True})
     (launch,) = simulator.RESULTS[-1]["launches"]

@@ -34,7 +34,7 @@ from flash_mask_cute.call.tiles.tables import SM90_FWD
 from flash_mask_cute.masks.column_mask import ColumnMask
 from flash_mask_cute.rules import stream_k_walks
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def test_operands_that_share_elements(simulator: ModuleType) -> None:
@@ -45,7 +45,7 @@ def test_operands_that_share_elements(simulator: ModuleType) -> None:
     run_sim(simulator, replace(inputs, q=q, k=k, v=v))
 
 
-@pytest.mark.parametrize("case", MASK_BITS_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_BITS_CASES)
 def test_mask_bits_for_all_heads(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     run_sim(simulator, inputs)
@@ -55,7 +55,7 @@ def test_mask_bits_for_all_heads(simulator: ModuleType, case: Case) -> None:
         run_sim(simulator, inputs, seeds=(None,), config={"skip_blocks": False})
 
 
-@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", COLUMN_DOCUMENT_CASES)
 def test_documents_of_a_mask(
     simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
@@ -68,7 +68,7 @@ def test_documents_of_a_mask(
     assert len(packed) == 1
 
 
-@pytest.mark.parametrize("case", MASK_BITS_VARLEN_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MASK_BITS_VARLEN_CASES)
 def test_mask_bits_for_packed_sequences(simulator: ModuleType, case: Case) -> None:
     inputs = make_inputs(case)
     run_sim(simulator, inputs, seeds=(1,))
@@ -128,7 +128,7 @@ OWN_ROWS_CASES = (
 OWN_ROWS_TILES = {64: {"tile_m": 192, "tile_n": 128}, 128: {"tile_m": 192, "tile_n": 80}}
 
 
-@pytest.mark.parametrize("case", OWN_ROWS_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", OWN_ROWS_CASES)
 @pytest.mark.parametrize("head_dim", OWN_ROWS_TILES)
 def test_blocks_that_a_warpgroup_does_not_see(
     simulator: ModuleType, head_dim: int, case: Case
@@ -228,12 +228,7 @@ def test_maxima_that_outgrow_the_one_in_use(
     [(128, 128, 128, 4, True), (128, 128, 128, 17, False), (64, 192, 96, 4, True)],
 )
 def test_maxima_that_outgrow_the_one_in_use_below_a_cap(
-    simulator: ModuleType,
-    head_dim: int,
-    tile_m: int,
-    tile_n: int,
-    column: int,
-    by_polynomial: bool,
+    simulator: ModuleType, head_dim: int, tile_m: int, tile_n: int, column: int, by_polynomial: bool
 ) -> None:
     """The exponential that says so is one of those for which the pipe of tanh is spared, or not."""
     from flash_mask_cute.core.softmax import PERIOD
@@ -318,12 +313,8 @@ def test_lists_end_where_the_queries_do(simulator: ModuleType) -> None:
     assert not out[100:].any()
 
 
-def _place_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, aux: Any) -> Any:
-    return score + aux[-1][h[0], q_idx[0], kv_idx[0]]
-
-
 PLACE_BIAS = ScoreRecipe(
-    _place_bias,
+    lambda score, b, h, q_idx, kv_idx, aux: score + aux[-1][h[0], q_idx[0], kv_idx[0]],
     lambda score, b, h, q, k, aux: score + aux[-1][h, q, k].to(score.dtype),
     lambda extents, generator: 3 * torch.randn(
         (extents.heads_q, extents.seqlen_q, extents.seqlen_k), generator=generator

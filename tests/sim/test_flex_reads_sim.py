@@ -20,7 +20,7 @@ from flash_mask_cute.lowering.pair import join_mods
 # as the software GPU is, so that these tests run on either
 ARCH = ACTIVE_ARCH
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 IDS = torch.arange(200) // 45  # shorter than there are keys
 BIAS = torch.randn(300, generator=torch.Generator().manual_seed(0))

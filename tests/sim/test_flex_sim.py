@@ -29,7 +29,7 @@ from flash_mask_cute.mask_prep.block_scan import ScanProblem
 # as the software GPU is, so that these tests run on either
 ARCH = ACTIVE_ARCH
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 # 2^0 as a polynomial, which Blackwell computes for some columns, is off by so much
 OF_LSE = {"sm_90a": 0.0, "sm_100a": 1.2e-5}
 hopper_only = pytest.mark.skipif(ARCH != "sm_90a", reason="there is a kernel for Hopper only")

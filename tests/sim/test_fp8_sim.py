@@ -24,15 +24,6 @@ from flash_mask_cute.utils import scalar_to_ssa
 
 ARCH = "sm_90a"
 assert ACTIVE_ARCH
-pytestmark = pytest.mark.sim
-
-
-def _hides_every_third(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return k % scalar_to_ssa(3, Int32) != scalar_to_ssa(1, Int32)
-
-
-def _doubles(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + score
 
 
 SINK = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, -1.0, 2.0, 1.5])
@@ -95,7 +86,12 @@ CASES = (
             scales=("token", "head"),
             keywords={"seqlen_k_per_split": 512, "causal": True, "window_size_left": 200}),
     Fp8Case("masks of users", 64, seqlen_q=2, page_size=16, scales=("token", "token"),
-            keywords={"mask_mod": _hides_every_third, "score_mod": _doubles}),
+            keywords={
+                "mask_mod": lambda b, h, q, k, aux: (
+                    k % scalar_to_ssa(3, Int32) != scalar_to_ssa(1, Int32)
+                ),
+                "score_mod": lambda score, b, h, q, k, aux: score + score,
+            }),
     Fp8Case(
         "intervals",
         64,

@@ -27,7 +27,6 @@ from flash_mask_cute.runtime.target import Target
 
 ARCH = "sm_90a"
 assert ACTIVE_ARCH
-pytestmark = pytest.mark.sim
 
 
 @pytest.mark.parametrize("number", range(8))

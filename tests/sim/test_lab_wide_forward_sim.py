@@ -11,7 +11,6 @@ from quiet_runs import quiet_run
 from lab import wide_forward
 
 SMS = 4
-pytestmark = pytest.mark.sim
 
 
 @pytest.mark.parametrize("slots", [1, 2])

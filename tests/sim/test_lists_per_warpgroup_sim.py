@@ -22,7 +22,7 @@ from torch import Tensor
 from flash_mask_cute.call.arguments import Direction
 from flash_mask_cute.runtime.target import Target
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def with_states(case: Case, states: Tensor) -> Inputs:
@@ -61,7 +61,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     inputs = with_states(case, drawn_states(case))
     assert planned(inputs, Target.named("sm_90a")).problem.lists_per_warpgroup
@@ -113,7 +113,7 @@ BWD_CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BWD_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", BWD_CASES)
 def test_gradients(simulator: ModuleType, case: Case) -> None:
     inputs = with_states(case, drawn_states(case))
     call = call_of(inputs, Direction.BACKWARD)

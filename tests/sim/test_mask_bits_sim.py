@@ -22,7 +22,7 @@ from flash_mask_cute.core.tile_state import EMPTY, FULL, PARTIAL
 from flash_mask_cute.mask_prep.mask_bits import EntryBitsPlan, MaskInputs, compile_mask_bits
 from flash_mask_cute.runtime.target import Target
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 TARGET = Target("sm_90a", num_sms=2)
 HEADS = 4

@@ -16,7 +16,7 @@ from oracle import largest_scores
 from score_tables import make_tabled
 from simulated_forward import launch_on_simulator
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 ARCH = ACTIVE_ARCH
 D: Any = {"head_dim": 64}
@@ -33,7 +33,7 @@ DIMS = (64, 264) if ARCH == "sm_90a" else (64,)
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_largest_scores(simulator: ModuleType, case: Case, head_dim: int) -> None:
     """Also where a second tile is larger by less than 2**8, which renews no maximum in use."""
     inputs = make_inputs(

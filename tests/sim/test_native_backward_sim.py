@@ -11,7 +11,7 @@ from example_modules import ROOT, load_example
 from inputs import make_inputs, make_output_gradients
 from quiet_runs import quiet_run
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def test_example(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from inputs import Inputs, make_inputs
 from quiet_runs import quiet_run
 from torch import Tensor
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from flash_mask_cute.sm100.flash_bwd_loads import SumsOut
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 IN_PAIRS: dict[str, Any] = {"config": {"cta_pair": True}}
 IN_ORDER = IN_PAIRS | {"deterministic": True}

@@ -13,7 +13,6 @@ from paged_inputs import paged
 from simulated_forward import run_sim
 
 ARCH = ACTIVE_ARCH
-pytestmark = pytest.mark.sim
 
 
 class SizeCase(NamedTuple):
@@ -50,7 +49,7 @@ SIZE_CASES = (
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("size", SIZE_CASES, ids=lambda size: size.id)
+@pytest.mark.parametrize("size", SIZE_CASES)
 def test_against_oracle(simulator: ModuleType, size: SizeCase) -> None:
     case = Case(
         "sizes", 2, 3, 420, 4, 2, head_dim=size.head_dim, head_dim_v=size.head_dim_v, causal=True,

@@ -11,8 +11,6 @@ from inputs import make_inputs
 from paged_inputs import paged
 from simulated_forward import DELAY_SEEDS, run_sim
 
-pytestmark = pytest.mark.sim
-
 
 class PageCase(NamedTuple):
     case: Case
@@ -47,7 +45,7 @@ PAGE_CASES = (
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("pages", PAGE_CASES, ids=lambda pages: pages.id)
+@pytest.mark.parametrize("pages", PAGE_CASES)
 def test_against_oracle(simulator: ModuleType, pages: PageCase) -> None:
     inputs = paged(make_inputs(pages.case), pages.page_size, pages.layout)
     run_sim(simulator, inputs, DELAY_SEEDS[:2], sms=5, num_splits=pages.num_splits)

@@ -24,8 +24,6 @@ ARCH = ACTIVE_ARCH
 # a block of keys of any kernel ends there
 FIRST, KEYS = 384, 500
 
-pytestmark = pytest.mark.sim
-
 
 def sees_nothing(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return k < 0 * b

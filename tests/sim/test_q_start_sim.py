@@ -27,8 +27,6 @@ DRAWN = (0, 8), (1, 11), (5, 3)
 BEFORE = (0, 4), (5, 12), (4, 1)
 EARLIEST = -130
 
-pytestmark = pytest.mark.sim
-
 
 def calls(drawn: tuple[tuple[int, int], ...], earliest: int = 0) -> Iterator[PlacedCall]:
     if SEED != "0":

@@ -27,8 +27,6 @@ from flash_mask_cute.runtime.dtypes import dtype_name
 SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
 DRAWN = 10
 
-pytestmark = pytest.mark.sim
-
 
 def drawn_seeds() -> list[int]:
     if SEED == "0":

@@ -24,7 +24,7 @@ from flash_mask_cute.runtime.target import Target
 
 DRAWN = Draws.of("READ", 2)
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # heads of a group in one walk, several key blocks, cut and whole blocks
 CASE = Case("drawn", 2, 140, 150, 4, 2, head_dim=64, causal=True)

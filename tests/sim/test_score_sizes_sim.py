@@ -22,7 +22,7 @@ from split_cases import TABLED_CASES, SplitCase, take_chunks
 from torch import Tensor
 from trained_mods import TrainedInputs, assert_aux_gradients_close
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 ARCH = ACTIVE_ARCH
 hopper_only = pytest.mark.skipif(ARCH != HOPPER, reason="of a kernel that is for Hopper only")
@@ -52,7 +52,7 @@ def test_forward(simulator: ModuleType, name: str) -> None:
     run_sim(simulator, given.inputs, seeds=(None,))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_forward_of_other_kernels(simulator: ModuleType, case: Case) -> None:
     for name in SOME:
         run_sim(simulator, make_tabled(case, name).inputs, seeds=(1,))
@@ -74,7 +74,7 @@ def test_smaller_tiles_of_keys(simulator: ModuleType) -> None:
             run_sim(simulator, inputs, seeds=(None,), config=config)
 
 
-@pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
+@pytest.mark.parametrize("split", TABLED_CASES)
 def test_forward_in_pieces(simulator: ModuleType, split: SplitCase) -> None:
     """Rows that a low number hides everywhere, too: their splits weigh as many keys as they saw."""
     for name in IN_PIECES:
@@ -137,7 +137,6 @@ def test_gradients_of_the_table(simulator: ModuleType, name: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [*(HOPPER_CASES[i] for i in (0, 1, 5)), Case("tables-d256", 1, 150, 300, 2, 1, head_dim=256)],
-    ids=lambda case: case.id,
 )
 def test_gradients_of_other_kernels(simulator: ModuleType, case: Case) -> None:
     for name in ("causal-fp32", "steps", "extremes", "offsets"):

@@ -42,8 +42,6 @@ SEED = os.environ.get("FLASH_MASK_SIM_SEED", "0")
 DRAWN = tuple(range(6))
 BF16 = torch.bfloat16
 
-pytestmark = pytest.mark.sim
-
 
 def in_bf16(drawn: Drawn) -> Drawn:
     return drawn._replace(q=drawn.q.to(BF16), k=drawn.k.to(BF16), v=drawn.v.to(BF16))
@@ -406,11 +404,7 @@ def test_gradients_of_an_aux_tensor(simulator: ModuleType) -> None:
     drawn = Composed.draw((1, 140, 280), (4, 2, 2), causal=True)
     i, j = positions(140, 280, 140)
     table = torch.randn(280, generator=torch.Generator().manual_seed(2))
-
-    def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return score + table[j]
-
-    mods = resolve_mods(add, None, None, "cpu")
+    mods = resolve_mods(lambda score, b, h, i, j: score + table[j], None, None, "cpu")
     leaf = table.double().requires_grad_()
     seen = drawn.seen(j <= i, leaf, **mods._asdict())
     wanted = seen.attend(*(x.double() for x in seen[:3]))

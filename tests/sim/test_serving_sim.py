@@ -6,7 +6,6 @@ import os
 import random
 from types import ModuleType
 
-import pytest
 import torch
 from cache_calls import draw_call
 from conftest import ACTIVE_ARCH
@@ -22,8 +21,6 @@ ARCH = ACTIVE_ARCH
 SEED = int(os.environ.get("FLASH_MASK_SIM_SEED", "0").replace("all", "1"))
 SAME = "causal", "mask_mod", "learnable_sink", "page_table", "cu_seqlens_q"
 OF_TABLE = {"kv_batch_idx": "cache_batch_idx", "leftpad_k": "cache_leftpad"}
-
-pytestmark = pytest.mark.sim
 
 
 def test_random_calls(simulator: ModuleType) -> None:

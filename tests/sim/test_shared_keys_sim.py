@@ -27,7 +27,7 @@ from trained_mods import TRAINED_MODS
 from flash_mask_cute.runtime.target import Target
 
 ARCH = ACTIVE_ARCH
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 
 def test_the_gradient_of_a_table_by_sequence(device: Device) -> None:

@@ -21,7 +21,6 @@ from flash_mask_cute.core import key_schedule
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
-    pytest.mark.sim,
     pytest.mark.usefixtures("poisoned_allocations"),
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="Hopper has the kernel"),
 ]
@@ -45,7 +44,7 @@ def gradients(
     return found
 
 
-@pytest.mark.parametrize(("case", "name"), SHARED_CASES, ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("case", "name"), SHARED_CASES)
 def test_against_oracle(simulator: ModuleType, case: Case, name: str) -> None:
     given = make_trained(case, name)
     for seed in DELAY_SEEDS:

@@ -20,7 +20,6 @@ from trained_mods import IN_GRID, TrainedRecipe, assert_aux_gradients_close, mak
 from flash_mask_cute.runtime.target import Target
 
 pytestmark = [
-    pytest.mark.sim,
     pytest.mark.usefixtures("poisoned_allocations"),
     pytest.mark.skipif(ACTIVE_ARCH != "sm_90a", reason="Hopper has the kernel"),
 ]
@@ -42,7 +41,7 @@ PLAIN_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", PLAIN_CASES, ids=lambda x: x.id)
+@pytest.mark.parametrize("case", PLAIN_CASES)
 def test_against_oracle(
     simulator: ModuleType, case: Case, seeds: tuple[int | None, ...] = DELAY_SEEDS
 ) -> None:
@@ -87,7 +86,7 @@ def gradients(
     return [*wanted, *(found[x] for x in ("dq", "dk", "dv"))]
 
 
-@pytest.mark.parametrize(("case", "name"), TRAINED_CASES, ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES)
 def test_gradients_of_tables(simulator: ModuleType, case: Case, name: str) -> None:
     for seed in DELAY_SEEDS:
         gradients(simulator, case, name, seed)
@@ -102,7 +101,7 @@ ENTRY_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", ENTRY_CASES, ids=lambda x: x.id)
+@pytest.mark.parametrize("case", ENTRY_CASES)
 def test_several_key_tiles(
     simulator: ModuleType, case: Case, seeds: tuple[int | None, ...] = DELAY_SEEDS
 ) -> None:
@@ -125,7 +124,7 @@ NOT_FINITE = (
 )
 
 
-@pytest.mark.parametrize("case", NOT_FINITE, ids=lambda x: x.id)
+@pytest.mark.parametrize("case", NOT_FINITE)
 def test_rows_that_are_not_finite(simulator: ModuleType, case: Case) -> None:
     """Queries that see nothing may have anything in q and dout."""
     given = make_trained(case, IN_GRID)

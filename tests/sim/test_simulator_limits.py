@@ -12,7 +12,6 @@ from types import ModuleType
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-import pytest
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
@@ -23,8 +22,6 @@ from verdicts import SILENCE, WRONG_RESULT, verdicts
 
 from flash_mask_cute.core import tma
 from flash_mask_cute.core.channel import COPY_ARRIVALS, Channel
-
-pytestmark = pytest.mark.sim
 
 NOTHING = "nothing"
 PROXY_FENCE = "fence.proxy.async"

@@ -22,8 +22,6 @@ from flash_mask_cute.sm100 import umma
 
 ARCH = "sm_100a"
 
-pytestmark = pytest.mark.sim
-
 NOTHING = "nothing"
 FENCE_BEFORE = "tcgen05.fence before the arrival"
 FENCE_AFTER = "tcgen05.fence after the wait"

@@ -52,7 +52,7 @@ from slow_roles import (
 
 from flash_mask_cute.mask_prep.selected_bits import QueryTiles
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 FORWARD = "sm90.flash_fwd.kernel"
 BACKWARD = "sm90.flash_bwd.kernel"
@@ -316,7 +316,7 @@ def test_others(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: st
 SHORTER: dict[str, Callable[[ModuleType], None]] = {
     "wide-backward": lambda sim: simulated_backward.run_sim(
         sim, make_inputs(wide_backward.SLOW_HEAD), (SEED,), wide_backward.LAUNCHES
-    ),
+    )
 }
 
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
-from slow_roles import (
-    ISLANDS,
-    Slowed,
-    check_backward,
-    check_forward,
-)
+from slow_roles import ISLANDS, Slowed, check_backward, check_forward
 
 ARCH = "sm_100a"
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 FORWARD = "sm100.flash_fwd.kernel"
 BACKWARD = "sm100.flash_bwd.kernel"

@@ -18,7 +18,7 @@ from split_cases import SPLIT_CASES, SplitCase, take_chunks
 from flash_mask_cute.call import splits
 
 ARCH = ACTIVE_ARCH
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 _DECODE = Case(
     "decode", 3, 1, 700, 8, 2, head_dim=64, causal=True, seqused_k=(700, 0, 131), sink=FP32
@@ -51,9 +51,7 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     take_chunks(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("split", "page_size", "layout"), CASES, ids=lambda x: x.id if isinstance(x, SplitCase) else x
-)
+@pytest.mark.parametrize(("split", "page_size", "layout"), CASES)
 def test_against_oracle(
     simulator: ModuleType, split: SplitCase, page_size: int | None, layout: str
 ) -> None:
@@ -66,7 +64,7 @@ def test_against_oracle(
         assert len(simulator.RESULTS) == 2, "one kernel computes splits, one combines them"
 
 
-@pytest.mark.parametrize("case", wide_outputs.CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", wide_outputs.CASES)
 def test_an_output_in_float32(simulator: ModuleType, case: Case) -> None:
     """Of one split, if no more are asked for."""
     inputs = make_inputs(case)

@@ -27,7 +27,7 @@ from flash_mask_cute.runtime.target import Target
 
 DRAWN = Draws.of("STATISTICS", 4, 0)
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations", "on_simulator")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations", "on_simulator")
 
 ARCH = "sm_90a"
 # of exponentials to base 2, of exponents that are rounded sums of fp32 products

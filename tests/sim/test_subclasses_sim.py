@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from flash_mask_cute import functional, interface
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 ARCH = "sm_90a"
 

@@ -21,7 +21,7 @@ from flash_mask_cute.flex import lower_mod
 # as the software GPU is, so that these tests run on either
 ARCH = ACTIVE_ARCH
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 SEQLEN_Q, SEQLEN_K = 200, 300
 
@@ -55,14 +55,6 @@ def _by_head(dtype: torch.dtype) -> Callable[..., Tensor]:
     return lambda b, h, q, k: table[b, h, q, k] / 2
 
 
-def _mean_of_two(b: Any, h: Any, q: Any, k: Any) -> Tensor:
-    return (BROADCAST[0, 0, q, k] + NARROW[q, k]) * 0.5
-
-
-def _through_an_index(b: Any, h: Any, q: Any, k: Any) -> Tensor:
-    return WEIGHTS[BUCKETS[q, k], h]
-
-
 BROADCAST = _numbers(1, 1, SEQLEN_Q, 512)
 NARROW = _numbers(SEQLEN_Q, 512, dtype=torch.uint8, low=0)
 BUCKETS = _numbers(SEQLEN_Q, 304, dtype=torch.int32, low=0)
@@ -78,8 +70,8 @@ BIASES: dict[str, Callable[..., Tensor]] = {
     "fp32": _by_head(torch.float32),
     "int8": _by_head(torch.int8),
     "uint8": _by_head(torch.uint8),
-    "two": _mean_of_two,
-    "index": _through_an_index,
+    "two": lambda b, h, q, k: (BROADCAST[0, 0, q, k] + NARROW[q, k]) * 0.5,
+    "index": lambda b, h, q, k: WEIGHTS[BUCKETS[q, k], h],
     "odd rows": lambda b, h, q, k: ODD_ROWS[q, k],
     "off by one": lambda b, h, q, k: OFF_BY_ONE[q, k],
     "columns": lambda b, h, q, k: BY_COLUMNS[q, k],
@@ -87,15 +79,9 @@ BIASES: dict[str, Callable[..., Tensor]] = {
 
 
 def _run(
-    simulator: ModuleType,
-    case: Case,
-    bias: Callable[..., Tensor],
-    dense: Dense | None = None,
+    simulator: ModuleType, case: Case, bias: Callable[..., Tensor], dense: Dense | None = None
 ) -> None:
-    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return s + bias(b, h, q, k)
-
-    low = lower_mod(score_mod, "score_mod")
+    low = lower_mod(lambda s, b, h, q, k: s + bias(b, h, q, k), "score_mod")
     _run_mod(simulator, case, low.mod, low.aux_tensors, dense or Dense(bias))
 
 
@@ -152,6 +138,6 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SHAPES)
 def test_shapes(simulator: ModuleType, case: Case) -> None:
     _run(simulator, case, lambda b, h, q, k: BROADCAST[0, 0, q, k])

@@ -29,7 +29,6 @@ from flash_mask_cute.call.tangent import PreparedTangent, plan_tangent
 from flash_mask_cute.cpu.tangent import Tangents
 from flash_mask_cute.runtime.target import Target
 
-pytestmark = pytest.mark.sim
 KERNEL = "sm90.flash_fwd.kernel"
 GQA: dict[str, Any] = {"heads_q": 2, "heads_kv": 1}
 CASES = (
@@ -76,14 +75,14 @@ class Problem:
         assert_as_good_as_eager(found, self.exact, self.eager, self.inputs.case.id)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_tangents(simulator: ModuleType, case: Case) -> None:
     problem = Problem(make_inputs(case))
     for seed in DELAY_SEEDS:
         problem.check(simulator, seed)
 
 
-@pytest.mark.parametrize("case", [UNUSED_CASES[1], UNUSED_CASES[6]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [UNUSED_CASES[1], UNUSED_CASES[6]])
 def test_unused_memory_reaches_no_tangent(simulator: ModuleType, case: Case) -> None:
     clean = make_inputs(replace(case, head_dim=64, head_dim_v=64))
     problem = Problem(with_unused(clean, float("nan")), clean)

@@ -24,8 +24,6 @@ from flash_mask_cute.runtime.target import Target
 
 BF16 = torch.bfloat16
 
-pytestmark = pytest.mark.sim
-
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 12, 16, 32, 64])
 def test_groups(simulator: ModuleType, group: int) -> None:

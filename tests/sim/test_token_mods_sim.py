@@ -19,7 +19,7 @@ from trained_mods import TRAINED_MODS, Extents
 from flash_mask_cute.lowering.pair import resolve_mods
 from flash_mask_cute.masks.column_mask import ColumnMask
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # of the largest number of a gradient
 ALLOWED = 1.5e-2

@@ -13,7 +13,7 @@ from simulated_backward import assert_same_bits, launch_on_simulator, run_hostil
 from unseen_memory import NAN, with_empty, with_unused_gradients
 from wide_cases import TRAINED_WIDE_CASES
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 # the statistics of queries, and both launches by roles
 LAUNCHES = 2
@@ -23,7 +23,7 @@ SLOW = Case("slow", heads_q=2, heads_kv=1, head_dim=320, causal=True, window_lef
 SLOW_HEAD = replace(SLOW, heads_q=1)
 
 
-@pytest.mark.parametrize("case", (*TRAINED_WIDE_CASES, SLOW), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", (*TRAINED_WIDE_CASES, SLOW))
 def test_against_oracle(simulator: ModuleType, case: Case) -> None:
     run_sim(simulator, make_inputs(case), (1,), LAUNCHES)
 
@@ -48,7 +48,6 @@ def test_equal_bits(simulator: ModuleType, deterministic: bool) -> None:
         Case("sink", 1, 129, 70, 2, 1, 320, window_left=9, window_right=3, sink=FP32),
         Case("packed", lengths_q=(70, 65), lengths_k=(9, 70), head_dim=264, causal=True),
     ],
-    ids=lambda case: case.id,
 )
 def test_queries_that_see_nothing_may_be_nan(simulator: ModuleType, case: Case) -> None:
     run_hostile(simulator, with_empty(make_inputs(case), NAN))

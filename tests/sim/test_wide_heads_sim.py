@@ -25,7 +25,7 @@ from wide_heads_on_devices import (  # noqa: F401
 
 from flash_mask_cute.limits import ctas_of_tile
 
-pytestmark = [pytest.mark.sim, pytest.mark.usefixtures("poisoned_allocations")]
+pytestmark = pytest.mark.usefixtures("poisoned_allocations")
 
 SMS = 4  # two pairs of CTAs, and each has several work tiles
 

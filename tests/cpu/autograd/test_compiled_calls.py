@@ -124,11 +124,7 @@ def test_gradients_by_what_a_mod_from_inside_holds() -> None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, level: Tensor) -> Any:
         inner = level.sin()
-
-        def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return s + inner * j - slopes[h] * (i - j)
-
-        return flex_attention(q, k, v, mod)
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + inner * j - slopes[h] * (i - j))
 
     level = torch.tensor(0.3, requires_grad=True)
     q, k, v = heads_first()
@@ -185,11 +181,8 @@ def test_a_cute_mod_from_inside_that_holds_a_tensor() -> None:
 
 
 def test_a_scale_on_another_device_is_refused_in_a_graph() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flash_attn_func(q, k, v, torch.ones(2))
-
     with pytest.raises(Exception, match="softmax_scale must be a number or a 0-dim CPU tensor"):
-        compiled(attend)(*heads_first())
+        compiled(lambda q, k, v: flash_attn_func(q, k, v, torch.ones(2)))(*heads_first())
 
 
 @pytest.mark.skipif(VERSION < "2.11", reason="torch itself does not compile such a block mask")

@@ -48,7 +48,7 @@ CASES = (
     Case("fp32", 2, 70, 130, 4, 2, causal=True, head_dim=64, dtype=FP32),
     Case("bf16", 2, 70, 130, 4, 2, causal=True, head_dim=64),
 )  # fmt: skip
-by_id = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+by_id = pytest.mark.parametrize("case", CASES)
 
 
 def operands_of(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +85,7 @@ def test_a_missing_tangent_is_zero(name: str) -> None:
     torch.testing.assert_close(found.lse, exact.lse.to(FP32), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", [*UNUSED_CASES[:2], *UNUSED_CASES[4:]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*UNUSED_CASES[:2], *UNUSED_CASES[4:]])
 def test_unused_memory_reaches_no_tangent(case: Case) -> None:
     """NaN in rows past the lengths, of tensors and of tangents."""
     inputs = make_inputs(replace(case, dtype=FP64, head_dim=16, head_dim_v=16))
@@ -100,9 +100,7 @@ def test_unused_memory_reaches_no_tangent(case: Case) -> None:
     assert (found.out[~inputs.rows_in_use("q")] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "case", [x for x in EMPTY_CASES if not (x.score_mod or x.softcap)], ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", [x for x in EMPTY_CASES if not (x.score_mod or x.softcap)])
 def test_rows_that_see_nothing_have_tangents_of_zero(case: Case) -> None:
     inputs = make_inputs(replace(case, dtype=FP64, head_dim=16, head_dim_v=16))
     primals, found = dual_results(attend_of(inputs), operands_of(inputs), make_tangents(inputs))

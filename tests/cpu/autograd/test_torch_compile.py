@@ -80,9 +80,7 @@ def test_compiled_masks_follow_their_contents() -> None:
         assert torch.equal(call(columns, cnt, blocks), expected), (limit, counts)
 
 
-def test_operators_hand_lists_over_under_no_known_identity(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_operators_hand_lists_over_under_no_known_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled graph may write other lists into the same tensors, which torch does not count."""
     q, k, v = qkv(seqlen=40)
     given = int32(1, 2).view(1, 1, 2), int32(0, 1, 0, 1).view(1, 1, 2, 2)
@@ -211,7 +209,7 @@ def operator_arguments(case: Case) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.shares(3)
-@pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CHECKED)
 def test_opcheck(case: Case) -> None:
     arguments = operator_arguments(case)
     assert ("block_bounds" in arguments) == (case.column is not None)

@@ -33,10 +33,8 @@ from bench.flex_mods import NAMED
 from bench.rows import append_row
 from flash_mask_cute import attention_statistics, flash_attn_func
 
-NAMES = (
-    *("flex", "selected", "block_sparse", "parallel", "decode", "statistics"),
-    *("run", "trees"),
-)
+NAMES = ["flex", "selected", "block_sparse", "parallel", "decode", "statistics", "run", "trees"]
+NAMES += ["tangent"]
 TABLES = {name: importlib.import_module(f"bench.{name}").TABLE for name in NAMES}
 
 

@@ -71,15 +71,11 @@ def test_a_warm_forward_compares_all_outputs(name: str, recorder: Recorder) -> N
     q, k, v = (x.contiguous() for x in slots()[:3])
     more: dict[str, Any] = {"lse": torch.empty(2, 4, 24)}
     if name == "lse_low":
-        more["score_mod"] = same_score
+        more["score_mod"] = lambda score, b, h, i, j, aux: score
     _flash_attn_fwd(q, k, v, **more, **{name: torch.empty(2, 4, 24)})
     with pytest.raises(ValueError, match=f"^{name} must not share memory with lse"):
         _flash_attn_fwd(q, k, v, **more, **{name: more["lse"]})
     assert len(recorder.calls) == 1
-
-
-def same_score(score: Any, b: Any, h: Any, i: Any, j: Any, aux: Any) -> Any:
-    return score
 
 
 def test_a_warm_backward_compares_elements(bwd_recorder: BwdRecorder) -> None:

@@ -41,12 +41,7 @@ def split(
 
 @pytest.mark.parametrize(
     ("call", "least"),
-    [
-        ((1, 4096, 8, 1), 8),
-        ((1, 8192, 28, 4), 7),
-        ((1, 4096, 32, 8), 1),
-        ((8, 2048, 16, 8), 1),
-    ],
+    [((1, 4096, 8, 1), 8), ((1, 8192, 28, 4), 7), ((1, 4096, 32, 8), 1), ((8, 2048, 16, 8), 1)],
 )
 def test_few_work_tiles_are_split(call: tuple[int, int, int, int], least: int) -> None:
     """Where work tiles are many, or short ones are left for the end, no part is worth its sums."""

@@ -49,10 +49,6 @@ def by_batch(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return aux[0][b[0], q[0]] == aux[0][b[0], k[0]]
 
 
-def by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return q < aux[0][h[0], k[0]]
-
-
 def by_parity_of_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return ((q + h) % 2 == 0) & (b >= 0)
 
@@ -112,7 +108,7 @@ def problem_of(mask_mod: Any, aux: tuple[tuple[str, int], ...]) -> AttentionProb
         (unaware, 0, False, False),
         (branches, 0, False, False),
         (by_batch, 2, True, False),
-        (by_head, 2, False, True),
+        (lambda b, h, q, k, aux: q < aux[0][h[0], k[0]], 2, False, True),
         (by_parity_of_head, 0, True, True),
         (passes_all_on, 0, True, True),
         (by_head_in_a_branch, 0, False, True),

@@ -97,8 +97,7 @@ def unpacked(function: Callable[..., Any]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "function",
-    [lookup.find_fwd, lookup.find_bwd, KernelForward.__call__, KernelBackward.__call__],
+    "function", [lookup.find_fwd, lookup.find_bwd, KernelForward.__call__, KernelBackward.__call__]
 )
 def test_tensors_are_unpacked_in_their_order(function: Callable[..., Any]) -> None:
     seen = 0

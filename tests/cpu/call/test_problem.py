@@ -47,11 +47,7 @@ def test_intervals_that_take_much_painting() -> None:
 
 def test_sizes_and_values_do_not_change_it() -> None:
     first = problem_of(
-        tensor(2, 5, 4, 64),
-        tensor(2, 9, 2, 64),
-        window_size_left=3,
-        softcap=2.0,
-        seqused_k=LENGTHS,
+        tensor(2, 5, 4, 64), tensor(2, 9, 2, 64), window_size_left=3, softcap=2.0, seqused_k=LENGTHS
     )
     second = problem_of(
         tensor(2, 8, 6, 64),
@@ -102,10 +98,7 @@ NOTHING = False, None, -OPEN_WINDOW
     ],
 )
 def test_window_folding(
-    causal: bool,
-    left: int | None,
-    right: int | None,
-    expected: tuple[bool, int | None, int | None],
+    causal: bool, left: int | None, right: int | None, expected: tuple[bool, int | None, int | None]
 ) -> None:
     assert fold_window(causal, left, right) == expected
 

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from flash_mask_cute.call.tiles.rows import describe_conditions
-from flash_mask_cute.call.tiles.tables import (
-    SM90_BWD,
-    SM90_FWD,
-    SM100_BWD,
-    SM100_FWD,
-)
+from flash_mask_cute.call.tiles.tables import SM90_BWD, SM90_FWD, SM100_BWD, SM100_FWD
 
 PRINTED = Path(__file__).with_name("tile_reasons.txt")
 TABLES = {

@@ -71,13 +71,13 @@ def check_exactly(
 
 
 @pytest.mark.shares(3)
-@pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES)
 def test_tile_walk_against_autograd(case: Case) -> None:
     check_exactly(case, (64, 48), case.group)
 
 
 @pytest.mark.shares(3)
-@pytest.mark.parametrize("case", QUICK_CASES[::2] + MASK_CASES[::2], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", QUICK_CASES[::2] + MASK_CASES[::2])
 def test_tiles_of_a_kernel_against_autograd(case: Case) -> None:
     check_exactly(case, (128, 128))
 
@@ -101,7 +101,7 @@ def test_fuzzed_masks(seed: int) -> None:
 
 @pytest.mark.shares(3)
 @pytest.mark.parametrize("has_dlse", [False, True], ids=["dout", "dout+dlse"])
-@pytest.mark.parametrize("case", QUICK_CASES[::6] + MASK_CASES[::4], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", QUICK_CASES[::6] + MASK_CASES[::4])
 def test_from_the_forward_by_the_rule(case: Case, has_dlse: bool) -> None:
     """out and lse as the forward rounds and leaves them, NaN in the rows past seqused_q."""
     inputs = make_inputs(case)
@@ -137,7 +137,7 @@ def packed(case: Case) -> int:
     return case.group if case.pack_gqa else 1
 
 
-@pytest.mark.parametrize("case", WALK_CASES + VERDICT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", WALK_CASES + VERDICT_CASES)
 def test_skipping_changes_no_bit(case: Case) -> None:
     inputs, dout, dlse = exact_problem(case)
     skipping = run_backward(inputs, dout, dlse, pack_gqa=packed(case))
@@ -153,7 +153,6 @@ def test_skipping_changes_no_bit(case: Case) -> None:
         for case in WALK_CASES + VERDICT_CASES
         if "stepped" not in case.id and not case.lengths_q
     ],
-    ids=lambda case: case.id,
 )
 def test_only_tiles_that_show_something_are_scored(
     case: Case, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +180,7 @@ def test_only_tiles_that_show_something_are_scored(
 
 
 @pytest.mark.parametrize("wrong", WRONG_WALKS)
-@pytest.mark.parametrize("case", WALK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", WALK_CASES)
 def test_a_wrong_walk_is_caught(case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_results(monkeypatch, BlockInfo, "get_m_block_min_max", WRONG_WALKS[wrong])
     with pytest.raises(AssertionError, match="off by"):
@@ -189,7 +188,7 @@ def test_a_wrong_walk_is_caught(case: Case, wrong: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("wrong", WRONG_VERDICTS)
-@pytest.mark.parametrize("case", VERDICT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", VERDICT_CASES)
 def test_a_wrong_verdict_on_a_tile_is_caught(
     case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,13 +308,13 @@ BENT_CASES = (
 
 
 @pytest.mark.usefixtures("bent")
-@pytest.mark.parametrize("case", BENT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", BENT_CASES)
 def test_score_mod_by_its_derivative(case: Case) -> None:
     check_exactly(case, pack_gqa=packed(case))
 
 
 @pytest.mark.usefixtures("bent")
-@pytest.mark.parametrize("case", BENT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", BENT_CASES)
 def test_score_mod_by_its_backward(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is asked instead of the derivative."""
     monkeypatch.setattr(backward, "eval_score_mod_derivative", None)
@@ -354,9 +353,7 @@ def test_oracle_agrees_with_torch(causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [case for case in MASK_CASES if case.lengths_q or case.score_mod or case.sink],
-    ids=lambda case: case.id,
+    "case", [case for case in MASK_CASES if case.lengths_q or case.score_mod or case.sink]
 )
 def test_oracle_agrees_with_differences(case: Case) -> None:
     """Along one direction of all operands together, by the fourth-order central difference."""
@@ -406,14 +403,8 @@ def spoil(gradients: Gradients, how: str, without_a_query: Gradients) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        "NaN left in dk",
-        "empty row not 0",
-        "one row of dq not scaled",
-        "a query left out of dv",
-        "heads exchanged",
-        "sign of dsink",
-        "no dsink",
-        "dtype of dv",
+        *("NaN left in dk", "empty row not 0", "one row of dq not scaled"),
+        *("a query left out of dv", "heads exchanged", "sign of dsink", "no dsink", "dtype of dv"),
     ],
 )
 def test_the_bound_can_fail(how: str) -> None:

@@ -58,7 +58,7 @@ def check(outputs: GuardedOutputs, inputs: Inputs) -> None:
 
 @pytest.mark.shares(3)
 @pytest.mark.parametrize("tile", [(128, 128), (64, 48)], ids=["128x128", "64x48"])
-@pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES)
 def test_tile_walk_against_oracle(case: Case, tile: tuple[int, int]) -> None:
     inputs = kept_inputs(case)
     for pack_gqa in sorted({1, case.group}):
@@ -82,7 +82,7 @@ def test_fuzzed_masks(seed: int) -> None:
     check(run_cpu_path(inputs, *tile, rng.choice((1, inputs.case.group))), inputs)
 
 
-@pytest.mark.parametrize("case", (*WALK_CASES, *MASK_CASES), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", (*WALK_CASES, *MASK_CASES))
 def test_skipping_changes_no_bit(case: Case) -> None:
     inputs = kept_inputs(case)
     pack_gqa = case.group if case.pack_gqa else 1
@@ -103,7 +103,7 @@ SKIP_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", SKIP_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SKIP_CASES)
 def test_only_tiles_that_show_something_are_scored(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_development_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.shares(3)
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", QUICK_CASES + MASK_CASES)
 def test_public_call_against_oracle(case: Case) -> None:
     from flash_mask_cute.interface import _flash_attn_fwd
 
@@ -164,7 +164,7 @@ def test_public_call_writes_the_callers_outputs() -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG_WALKS)
-@pytest.mark.parametrize("case", WALK_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", WALK_CASES)
 def test_a_wrong_walk_is_caught(case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(case)
     patch_results(monkeypatch, BlockInfo, "get_n_block_min_max", WRONG_WALKS[wrong])
@@ -185,7 +185,7 @@ VERDICT_CASES = (
 
 
 @pytest.mark.parametrize("wrong", WRONG_VERDICTS)
-@pytest.mark.parametrize("case", VERDICT_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", VERDICT_CASES)
 def test_a_wrong_verdict_on_a_tile_is_caught(
     case: Case, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,12 +29,12 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     take_chunks(monkeypatch)
 
 
-@pytest.mark.parametrize("split", SPLIT_CASES, ids=lambda split: split.id)
+@pytest.mark.parametrize("split", SPLIT_CASES)
 def test_against_oracle(split: SplitCase, monkeypatch: pytest.MonkeyPatch) -> None:
     check(split, make_inputs(split.case), monkeypatch)
 
 
-@pytest.mark.parametrize("split", TABLED_CASES, ids=lambda split: split.id)
+@pytest.mark.parametrize("split", TABLED_CASES)
 @pytest.mark.parametrize("name", TABLES)
 def test_scores_of_any_size(split: SplitCase, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(split, make_tabled(split.case, name).inputs, monkeypatch)

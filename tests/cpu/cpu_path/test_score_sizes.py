@@ -65,7 +65,7 @@ def check(given: TrainedInputs) -> dict[str, Any]:
 
 @pytest.mark.shares(3)
 @pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_against_oracle(case: Case, name: str) -> None:
     """Also the gradients of the table: lse_low makes them as exact as float64 scores would."""
     check(make_tabled(case, name))

@@ -154,13 +154,11 @@ def test_gradients_of_aux_tensors_have_no_order() -> None:
 
 def test_a_table_by_sequence() -> None:
     """The first index of a mod is the sequence of its query, also of gradients of the table."""
-
-    def bias(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return score + table[b, k]
-
     (q, k, v), keywords = _rollouts()
     table = torch.randn(3, 90, dtype=torch.float32, requires_grad=True)
-    out = flash_attn_varlen_func(q, k, v, **keywords, score_mod=bias)
+    out = flash_attn_varlen_func(
+        q, k, v, **keywords, score_mod=lambda score, b, h, q, k: score + table[b, k]
+    )
     (found,) = torch.autograd.grad(out.square().sum(), table)
     other = table.detach().double().requires_grad_()
     parts = []

@@ -17,7 +17,7 @@ from flash_mask_cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_against_oracle(case: Case, num_splits: int) -> None:
     inputs = make_inputs(case)
     out = new_out(inputs)

@@ -149,11 +149,9 @@ def gained(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.tanh(s * GAINS.exp()[h]) + TABLE.detach()[q % 32, h] * GAINS[h]
 
 
-def soft_cap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return 5 * torch.tanh(s / 5)
-
-
-@pytest.mark.parametrize("score_mod", [t5_bias, gained, soft_cap])
+@pytest.mark.parametrize(
+    "score_mod", [t5_bias, gained, lambda s, b, h, q, k: 5 * torch.tanh(s / 5)]
+)
 def test_gradients_reach_captured_parameters(score_mod: Callable[..., Tensor]) -> None:
     leaves = [x.requires_grad_() for x in tensors()]
     mask_mod = and_masks(documents, causal)
@@ -327,10 +325,6 @@ def test_patch_and_its_end() -> None:
 Q, K, V = tensors()
 
 
-def cute_mask(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return q >= k
-
-
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
@@ -375,6 +369,6 @@ def test_hints_for_torchs_kernels_are_ignored() -> None:
 
 def test_a_mask_mod_of_cute_in_a_block_mask_is_refused() -> None:
     mask = mask_of(causal)
-    mask.mask_mod = cute_mask
+    mask.mask_mod = lambda b, h, q, k, aux: q >= k
     with pytest.raises(TypeError, match="CuTe mask_mod"):
         flex_attention(Q, K, V, block_mask=mask, enable_gqa=True)

@@ -309,10 +309,7 @@ def test_the_side_of_a_grid_stays_a_constant_for_some_values(
     table = torch.randn(2, 200)
 
     def of_grid(side: int) -> Callable[..., Tensor]:
-        def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return s + table[h, q // side - k // side + (q - k) % (2 * side - 1)]
-
-        return mod
+        return lambda s, b, h, q, k: s + table[h, q // side - k // side + (q - k) % (2 * side - 1)]
 
     numbers = []
     for side in range(4, 16):

@@ -29,11 +29,7 @@ from flash_mask_cute.mods.on_cpu import eval_mask_mod, eval_score_mod
 ALL = (*CATALOGUE, T5_BIAS, DOCUMENTS)
 GRID = Extents(2, 4, 48, 48)
 # More than one block of 128; the last ones have more keys than queries and fewer.
-PROBLEMS = (
-    (Extents(2, 4, 130, 130), 2),
-    (Extents(1, 2, 70, 150), 2),
-    (Extents(2, 4, 150, 100), 1),
-)
+PROBLEMS = ((Extents(2, 4, 130, 130), 2), (Extents(1, 2, 70, 150), 2), (Extents(2, 4, 150, 100), 1))
 HEAD_DIM = 16
 # Of the largest value: operands, scores and modified scores are float32.
 ROUNDING = 1e-5

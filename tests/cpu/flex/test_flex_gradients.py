@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -51,11 +50,7 @@ def _of_two(function: Of) -> Callable[[Draw], Mod]:
     def write(draw: Draw) -> Mod:
         of_keys = draw.parameter(draw.extents.seqlen_k, std=1.0)
         of_queries = draw.parameter(draw.extents.heads, draw.extents.seqlen_q, std=1.0)
-
-        def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return function(score, of_keys[k], of_queries[h, q])
-
-        return mod
+        return lambda score, b, h, q, k: function(score, of_keys[k], of_queries[h, q])
 
     return write
 
@@ -100,9 +95,7 @@ def test_of_rows_and_tables(name: str) -> None:
 
 def test_a_tensor_that_is_detached_has_no_gradient() -> None:
     table = torch.nn.Parameter(torch.randn(EXTENTS.seqlen_k))
-
-    def of_detached(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return score + table.detach()[k]
-
     x = torch.randn(1, 1, EXTENTS.seqlen_k, 16)
-    assert not flex_attention(x, x, x, score_mod=of_detached).requires_grad
+    assert not flex_attention(
+        x, x, x, score_mod=lambda score, b, h, q, k: score + table.detach()[k]
+    ).requires_grad

@@ -38,15 +38,11 @@ def band(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q - k < 21
 
 
-def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return (IDS[q] == IDS[k]) & (q >= k)
-
-
 def dilated(b: Any, h: Any, q: Any, k: Any) -> Any:
     return ((q - k) % 3 == 0) & (q >= k) & (h < 7)
 
 
-MODS = band, documents, dilated
+MODS = band, lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k), dilated
 
 
 def qkv(requires_grad: bool = True) -> tuple[Tensor, ...]:

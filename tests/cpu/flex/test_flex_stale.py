@@ -21,12 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_values import dense_attention
 
-from flash_mask_cute import (
-    BlockSparseTensorsTorch,
-    ColumnMask,
-    flash_attn_func,
-    keep_block_mask,
-)
+from flash_mask_cute import BlockSparseTensorsTorch, ColumnMask, flash_attn_func, keep_block_mask
 from flash_mask_cute.autograd.attend import PlannedMasks
 from flash_mask_cute.call.arguments import NO_MASKS, Masks, Tensors
 from flash_mask_cute.flex import block_mask, flex_attention
@@ -170,20 +165,14 @@ def maybe_kept(mask: BlockMask, draws: Draws) -> Callable[[], Any] | None:
 
 def documents(draws: Draws) -> Subject:
     ids = draws.ids()
-
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ids[b, q] == ids[b, k]
-
-    return of_mask_mod(ids, draws.ids, mod, draws)
+    return of_mask_mod(ids, draws.ids, lambda b, h, q, k: ids[b, q] == ids[b, k], draws)
 
 
 def causal_documents(draws: Draws) -> Subject:
     ids = draws.ids()
-
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (ids[b, q] == ids[b, k])
-
-    return of_mask_mod(ids, draws.ids, mod, draws)
+    return of_mask_mod(
+        ids, draws.ids, lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k]), draws
+    )
 
 
 def a_number(draws: Draws) -> Subject:
@@ -191,11 +180,7 @@ def a_number(draws: Draws) -> Subject:
         return torch.tensor(draws.rng.randrange(N + 1))
 
     n = new()
-
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return k < n
-
-    return of_mask_mod(n, new, mod, draws)
+    return of_mask_mod(n, new, lambda b, h, q, k: k < n, draws)
 
 
 def prefixes(draws: Draws) -> Subject:
@@ -203,11 +188,7 @@ def prefixes(draws: Draws) -> Subject:
         return draws.ints(0, N, BATCH, dtype=torch.int32)
 
     lengths = new()
-
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k < lengths[b]) | (q >= k)
-
-    return of_mask_mod(lengths, new, mod, draws)
+    return of_mask_mod(lengths, new, lambda b, h, q, k: (k < lengths[b]) | (q >= k), draws)
 
 
 def valid_keys(draws: Draws) -> Subject:
@@ -215,11 +196,7 @@ def valid_keys(draws: Draws) -> Subject:
         return draws.ints(0, 2, BATCH, N).bool()
 
     valid = new()
-
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return valid[b, k]
-
-    return of_mask_mod(valid, new, mod, draws)
+    return of_mask_mod(valid, new, lambda b, h, q, k: valid[b, k], draws)
 
 
 def in_a_table(draws: Draws) -> Subject:
@@ -229,11 +206,7 @@ def in_a_table(draws: Draws) -> Subject:
         return draws.ints(0, 2, N, N, dtype=torch.bool)
 
     table = new()
-
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return table[q, k]
-
-    return of_mask_mod(table, new, mod, draws)
+    return of_mask_mod(table, new, lambda b, h, q, k: table[q, k], draws)
 
 
 def a_bias(draws: Draws) -> Subject:
@@ -462,12 +435,10 @@ def test_the_device_reads_contents(
 ) -> None:
     """In the capture of a CUDA graph, lists are made by operators; the host reads no contents."""
     ids = torch.arange(N) // 7
-
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ids[q] == ids[k]
-
     given = full_lists()
-    mask = BlockMask.from_kv_blocks(*given, None, None, BLOCK, mod, (N, N))
+    mask = BlockMask.from_kv_blocks(
+        *given, None, None, BLOCK, lambda b, h, q, k: ids[q] == ids[k], (N, N)
+    )
     x = torch.zeros(1, HEADS, N, D)
     with NoHostReads():
         flex_attention(x, x, x, None, mask)
@@ -489,11 +460,9 @@ def test_the_device_reads_contents(
 
 def test_what_is_kept_is_found_once(asked: list[Asked]) -> None:
     ids = torch.arange(N) // 7
-
-    def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ids[q] == ids[k]
-
-    mask = BlockMask.from_kv_blocks(*full_lists(), None, None, BLOCK, mod, (N, N))
+    mask = BlockMask.from_kv_blocks(
+        *full_lists(), None, None, BLOCK, lambda b, h, q, k: ids[q] == ids[k], (N, N)
+    )
     assert keep_block_mask(mask) is mask
     x = torch.zeros(1, HEADS, N, D)
     for _ in range(2):

@@ -28,11 +28,7 @@ def alibi(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 def documents(length: int) -> Callable[..., Tensor]:
     ids = torch.arange(N) // length
-
-    def same(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ids[q] == ids[k]
-
-    return same
+    return lambda b, h, q, k: ids[q] == ids[k]
 
 
 def mask_of(length: int) -> BlockMask:
@@ -103,11 +99,7 @@ def test_a_captured_parameter_beside_a_block_mask(backend: Counting) -> None:
 
     def closures(length: int) -> tuple[Callable[..., Tensor], nn.Parameter, BlockMask]:
         table = nn.Parameter(torch.randn(2, N))
-
-        def biased(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return s + table[h, k]
-
-        return biased, table, mask_of(length)
+        return lambda s, b, h, q, k: s + table[h, k], table, mask_of(length)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, mod: Any, mask: BlockMask) -> Tensor:
         return flex_attention(q, k, v, score_mod=mod, block_mask=mask)

@@ -57,10 +57,7 @@ def models(transformers: Any, name: str, **sizes: Any) -> tuple[Any, Any]:
 @pytest.mark.shares(4)
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [
-        ("LlamaForCausalLM", {}),
-        ("Gemma3ForCausalLM", {**WINDOWED, "attn_logit_softcapping": 5.0}),
-    ],
+    [("LlamaForCausalLM", {}), ("Gemma3ForCausalLM", {**WINDOWED, "attn_logit_softcapping": 5.0})],
 )
 def test_against_eager(transformers: Any, name: str, sizes: dict[str, Any]) -> None:
     eager, flex = models(transformers, name, **sizes)

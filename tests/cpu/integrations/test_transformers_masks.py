@@ -42,11 +42,9 @@ def functions(batch: int, length: int, old: bool = False) -> dict[str, Any]:
 
     def packed(function: Any) -> Any:
         same = m.packed_sequence_mask_function(documents)
-
-        def remapped(b: Any, h: Any, q: Any, k: Any) -> Any:
-            return function(b, h, places[b, q], places[b, k])
-
-        return m.and_masks(function if old else remapped, same)
+        return m.and_masks(
+            function if old else lambda b, h, q, k: function(b, h, places[b, q], places[b, k]), same
+        )
 
     sliding = m.sliding_window_causal_mask_function(4)
     images = m.blockwise_overlay(groups)

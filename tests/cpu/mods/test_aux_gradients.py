@@ -59,7 +59,7 @@ PACKED = (
     "key_bias",
 )
 WAYS = (SLOPES, T5, PAIR, PACKED)
-ways = pytest.mark.parametrize(("case", "name"), WAYS, ids=lambda x: getattr(x, "id", x))
+ways = pytest.mark.parametrize(("case", "name"), WAYS)
 
 
 def small(case: Case) -> Case:
@@ -101,9 +101,7 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.shares(6)
-@pytest.mark.parametrize(
-    ("case", "name"), TRAINED_CASES + ORDERED_CASES + LINE_CASES, ids=lambda x: getattr(x, "id", x)
-)
+@pytest.mark.parametrize(("case", "name"), TRAINED_CASES + ORDERED_CASES + LINE_CASES)
 def test_against_oracle(case: Case, name: str) -> None:
     check(make_trained(small(case), name))
 
@@ -139,17 +137,13 @@ def test_views_of_any_strides() -> None:
     torch.testing.assert_close(shared, gradient(each, each).sum(1, keepdim=True))
 
 
-def _reads_nothing(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score
-
-
 def _sees_below(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     from cutlass import Float32
 
     return k[0].to(Float32) <= aux[0][0]
 
 
-@pytest.mark.parametrize("score_mod", [None, _reads_nothing])
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q, k, aux: score])
 def test_what_only_a_mask_reads_has_a_gradient_of_0(score_mod: TorchCall | None) -> None:
     q, k, v = qkv()
     limit, unread = (torch.full((1,), 5.0, requires_grad=True) for _ in range(2))
@@ -227,7 +221,7 @@ def test_inductor() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize(("case", "name"), (PAIR, PACKED), ids=lambda x: getattr(x, "id", x))
+@pytest.mark.parametrize(("case", "name"), (PAIR, PACKED))
 def test_checkpoint(case: Case, name: str, use_reentrant: bool) -> None:
     given = make_trained(case, name)
     function = Arguments.create(given.inputs).function
@@ -372,10 +366,6 @@ def test_refused_in_the_forward(
     call().sum().backward()
 
 
-def _slices(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[0][h[0], None][k[0]]
-
-
 def _rounds(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     from cutlass import Float32, Int32
 
@@ -387,17 +377,13 @@ def _reads_in_a_branch(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> 
     return score[0] + (aux[0][h[0], k[0]] if score[0] > 0.0 else 0.0)
 
 
-def _one_coordinate(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[0][k[0] % 2]
-
-
 @pytest.mark.parametrize(
     ("mod", "what"),
     [
-        (_slices, "slice of it"),
+        (lambda score, b, h, q, k, aux: score + aux[0][h[0], None][k[0]], "slice of it"),
         (_rounds, "to an integer"),
         (_reads_in_a_branch, "move that before the branch, or pass score_mod_bwd"),
-        (_one_coordinate, "by other than its coordinates"),
+        (lambda score, b, h, q, k, aux: score + aux[0][k[0] % 2], "by other than its coordinates"),
     ],
 )
 def test_reads_without_a_derivative(mod: Callable[..., Any], what: str) -> None:

@@ -128,7 +128,7 @@ def test_aux_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(x is y for x, y in zip(passed[0], aux, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES)
 def test_attention_with_all_dtypes(case: Case) -> None:
     """Both callables, forward and backward."""
     given = make_all_dtypes(case)
@@ -176,14 +176,6 @@ def constant(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return aux[0][0, 7] == 1
 
 
-def looked_up(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[0][0, aux[1][k[0]]] == 1
-
-
-def flat(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[0][q[0] * 6 + k[0]] == 1
-
-
 @cute.jit
 def in_a_branch(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     visible = k[0] == 0
@@ -222,7 +214,8 @@ OUTSIDE = {
         constant, (1, 7), "aux_tensors[0] at index 7 of dimension 1, whose extent is 7", 0, 0
     ),
     "all dimensions": (
-        flat, (5, 7), "aux_tensors[0] at index 35 of all dimensions, whose extent is 35", 5, 5
+        lambda b, h, q, k, aux: aux[0][q[0] * 6 + k[0]] == 1, (5, 7),
+        "aux_tensors[0] at index 35 of all dimensions, whose extent is 35", 5, 5
     ),
     "branch": (
         in_a_branch, (6, 2), "aux_tensors[0] at index 2 of dimension 1, whose extent is 2", 5, 2
@@ -267,7 +260,7 @@ def test_indices_of_any_width(dtype: torch.dtype, value: int) -> None:
     aux = [torch.ones((1, 6), dtype=torch.int8), torch.full((6,), value, dtype=dtype)]
     text = rf"aux_tensors\[0\] at index {value} of dimension 1, whose extent is 6"
     with pytest.raises(IndexError, match=text):
-        eval_mask_mod(looked_up, aux, 0, 0, *INDICES)
+        eval_mask_mod(lambda b, h, q, k, aux: aux[0][0, aux[1][k[0]]] == 1, aux, 0, 0, *INDICES)
 
 
 def test_nothing_outside_is_read() -> None:

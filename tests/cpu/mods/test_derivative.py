@@ -311,10 +311,6 @@ def _chooses_a_table(score, b, h, q, k, aux):
     return score + table[k[0]]
 
 
-def _two_elements(score, b, h, q, k, aux):
-    return score.broadcast_to((2,))[1]
-
-
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "integer": (lambda s, b, h, q, k, aux: s + s.to(Int32), r"converts it to an integer \(arith\."),
     "index": (lambda s, b, h, q, k, aux: aux[0][s[0].to(Int32)], "converts it to an integer"),
@@ -324,7 +320,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "store of an element": (_stores_element, r"cute\.memref\.store"),
     "reduction": (lambda s, b, h, q, k, aux: s.reduce(cute.ReductionOp.ADD, 0.0, 0),
                   r"vector\.reduction"),
-    "vector": (_two_elements, r"\(vector\."),
+    "vector": (lambda score, b, h, q, k, aux: score.broadcast_to((2,))[1], r"\(vector\."),
     "loop": (_loops, r"loop at run time \(scf\.for\)"),
     "loop inside": (_loops_inside, r"loop at run time \(scf\.for\)"),
     "assembly": (

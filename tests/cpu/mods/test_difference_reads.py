@@ -16,11 +16,7 @@ from test_read_classes import DRAWN, adds, reads_of
 from torch import Tensor
 
 from flash_mask_cute.call.problem import AttentionProblem
-from flash_mask_cute.call.tables import (
-    MARGIN,
-    DifferenceTables,
-    values_of,
-)
+from flash_mask_cute.call.tables import MARGIN, DifferenceTables, values_of
 from flash_mask_cute.mods.read_classes import DifferenceRead, ReadClass
 from flash_mask_cute.mods.traits import difference_reads
 from flash_mask_cute.runtime.callable_key import callable_key
@@ -217,11 +213,7 @@ def test_packed_sequences_may_be_as_long_as_all_together() -> None:
 
 @pytest.mark.parametrize(
     ("dims", "more"),
-    [
-        ((1, 1, 4096, 4), {}),
-        ((1, 300, 300, 4), {}),
-        ((4, 700, 900, 4), {"q_start": 3}),
-    ],
+    [((1, 1, 4096, 4), {}), ((1, 300, 300, 4), {}), ((4, 700, 900, 4), {"q_start": 3})],
     ids=["decoding", "small", "q_start"],
 )
 def test_no_tables(dims: tuple[int, ...], more: dict[str, Any]) -> None:

@@ -95,30 +95,14 @@ def plain_or(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return (k <= q) or (k < 3)  # here
 
 
-def plain_not(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return not (q < k)  # here
-
-
-def plain_chain(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return 0 <= k <= 5  # here
-
-
 def plain_if(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     if q > 2:  # here
         return k <= q
     return k > q
 
 
-def plain_if_expression(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return (k <= q) if q > 2 else (k > q)  # here
-
-
 def shifts(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return (q >> 1) == (k >> 1)
-
-
-def where_of_a_number(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return cute.where(q[0] > 2, k <= q, k > q)  # here
 
 
 @cute.jit
@@ -127,26 +111,6 @@ def no_such_tensor(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     if q[0] > 1:
         visible = aux[3][k[0]] == 1  # here
     return visible
-
-
-def no_such_tensor_plain(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[2][k[0]] == 1  # here
-
-
-def chosen_tensor(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[h[0]][k[0]] == 1  # here
-
-
-def by_a_vector(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[0][k] == 1  # here
-
-
-def too_many_numbers(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[0][q[0], k[0]] == 1  # here
-
-
-def too_few_numbers(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[1][(k[0],)] == 1  # here
 
 
 JOINED = "; or compute with numbers, q_idx[0], under @cute.jit"
@@ -163,25 +127,34 @@ MISTAKES: dict[Callable[..., Any], tuple[type[Exception], str]] = {
     ),
     by_while: (TypeError, "loops while a vector is true: loop on a number, q_idx[0]"),
     **dict.fromkeys(
-        (plain_and, plain_or, plain_not, plain_chain, plain_if, plain_if_expression),
+        (
+            *(plain_and, plain_or, plain_if),
+            lambda b, h, q, k, aux: not (q < k),
+            lambda b, h, q, k, aux: 0 <= k <= 5,
+            lambda b, h, q, k, aux: (k <= q) if q > 2 else (k > q),
+        ),
         (TypeError, TRUTH_VALUE),
     ),
     shifts: (TypeError, "does something with a vector that the compiler has no code for; if it"),
-    where_of_a_number: (
+    lambda b, h, q, k, aux: cute.where(q[0] > 2, k <= q, k > q): (
         TypeError,
         "has a number for the condition of cute.where: write cutlass.select_(condition, x, y)",
     ),
     no_such_tensor: (ValueError, "reads aux_tensors[3], and the call passes 2 tensors"),
-    no_such_tensor_plain: (ValueError, "reads aux_tensors[2], and the call passes 2 tensors"),
-    chosen_tensor: (TypeError, "picks from aux_tensors by "),
-    by_a_vector: (ValueError,
-                  "indexes aux_tensors[0] by a vector: write numbers, aux_tensors[0][kv_idx[0]]"),
-    too_many_numbers: (
+    lambda b, h, q, k, aux: aux[2][k[0]] == 1: (
+        ValueError, "reads aux_tensors[2], and the call passes 2 tensors",
+    ),
+    lambda b, h, q, k, aux: aux[h[0]][k[0]] == 1: (TypeError, "picks from aux_tensors by "),
+    lambda b, h, q, k, aux: aux[0][k] == 1: (
+        ValueError,
+        "indexes aux_tensors[0] by a vector: write numbers, aux_tensors[0][kv_idx[0]]",
+    ),
+    lambda b, h, q, k, aux: aux[0][q[0], k[0]] == 1: (
         ValueError,
         "indexes aux_tensors[0] by 2: it takes as many numbers as the tensor has dimensions, 1, as "
         "in aux_tensors[0][kv_idx[0]]",
     ),
-    too_few_numbers: (
+    lambda b, h, q, k, aux: aux[1][(k[0],)] == 1: (
         ValueError,
         "indexes aux_tensors[1] by 1: it takes as many numbers as the tensor has dimensions, 2, as "
         "in aux_tensors[1][q_idx[0], kv_idx[0]]",
@@ -358,40 +331,29 @@ def test_the_others_have_it() -> None:
 # -- functions that know no values of a kernel ----------------------------------------------------
 
 
-def by_math(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score * math.exp(score)  # here
-
-
 @cute.jit
 def by_math_of_a_number(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score * math.exp(score[0])  # here
 
 
-def by_float(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score * float(q[0])  # here
-
-
-def by_list(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score * [1.0, 2.0][h[0]]  # here
-
-
-def by_torch(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return torch.exp(score)  # here
-
-
-def by_numpy(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return np.exp(score)  # here
-
-
 @pytest.mark.parametrize(
     ("mod", "says"),
     [
-        (by_math, "another library's function (must be real number"),
+        (
+            lambda score, b, h, q, k, aux: score * math.exp(score),
+            "another library's function (must be real number",
+        ),
         (by_math_of_a_number, "makes a Python number of a value of the kernel"),
-        (by_float, "makes a Python number of a value of the kernel"),
-        (by_list, "makes a Python number of a value of the kernel"),
-        (by_torch, "another library's function (exp()"),
-        (by_numpy, "another library's function (loop of ufunc"),
+        (
+            lambda score, b, h, q, k, aux: score * float(q[0]),
+            "makes a Python number of a value of the kernel",
+        ),
+        (
+            lambda score, b, h, q, k, aux: score * [1.0, 2.0][h[0]],
+            "makes a Python number of a value of the kernel",
+        ),
+        (lambda score, b, h, q, k, aux: torch.exp(score), "another library's function (exp()"),
+        (lambda score, b, h, q, k, aux: np.exp(score), "another library's function (loop of ufunc"),
     ],
 )
 def test_functions_of_other_libraries(mod: Callable[..., Any], says: str) -> None:

@@ -43,11 +43,7 @@ def class_of(score_mod: Any, *dims: int, wants: int = 0, ids: int = 1) -> str:
 
 def adds(index: Callable[..., Any]) -> Any:
     """The mod that adds an element. index: of b, h, q, k and numbers."""
-
-    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-        return score + aux[0][index(b[0], h[0], q[0], k[0], aux[-1])]
-
-    return score_mod
+    return lambda score, b, h, q, k, aux: score + aux[0][index(b[0], h[0], q[0], k[0], aux[-1])]
 
 
 @cute.jit
@@ -172,11 +168,9 @@ def test_which_elements_one_score_reads() -> None:
 
 def test_values_that_look_alike_are_told_apart() -> None:
     """Numbers of a coordinate are no operands: rows 0 and 1 of a table are not the same."""
-
-    def rows(b: Any, h: Any, q: Any, k: Any, ids: Any) -> Any:
-        return (ids[0, k] - ids[1, k]) * q + k
-
-    assert class_of(adds(rows), 1, ids=2) == "other"
+    assert (
+        class_of(adds(lambda b, h, q, k, ids: (ids[0, k] - ids[1, k]) * q + k), 1, ids=2) == "other"
+    )
     same = adds(lambda b, h, q, k, ids: (ids[1, k] - ids[1, k]) * q + k)
     assert class_of(same, 1, ids=2) == "key"
 

@@ -31,14 +31,6 @@ def _biased(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[0][h[0], k[0]]
 
 
-def _bias_is_capped(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + cute.math.tanh(aux[0][h[0], k[0]] + 0.0 * score, fastmath=True)
-
-
-def _function_of_the_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + cute.math.tanh(aux[0][h[0], k[0]], fastmath=True)
-
-
 def _untraceable(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     raise RuntimeError("not today")
 
@@ -48,34 +40,24 @@ def _untraceable(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     [
         (_capped, True),
         (_biased, False),
-        (_bias_is_capped, True),
-        (_function_of_the_bias, False),
+        (
+            lambda score, b, h, q, k, aux: (
+                score + cute.math.tanh(aux[0][h[0], k[0]] + 0.0 * score, fastmath=True)
+            ),
+            True,
+        ),
+        (
+            lambda score, b, h, q, k, aux: (
+                score + cute.math.tanh(aux[0][h[0], k[0]], fastmath=True)
+            ),
+            False,
+        ),
         (_untraceable, False),
     ],
 )
 def test_what_is_computed_of_a_score(mod: Any, expected: bool) -> None:
     problem = replace(PROBLEM, score_mod=callable_key(mod), aux=(("float32", 2),))
     assert computes_functions(mod, problem) is expected
-
-
-def _of_the_head(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score - aux[0][h[0], q[0]] * (q - k).to(Float32)
-
-
-def _of_a_key(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + (q[0] - k[0]) * 0.5
-
-
-def _of_a_score(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return cute.full((1,), score[0] * 2.0, Float32)
-
-
-def _chosen(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return cute.where(k < scalar_to_ssa(7, Int32), score, score * 0.5)
-
-
-def _constant(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return 0.25
 
 
 @cute.jit
@@ -86,22 +68,23 @@ def _branches(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return kept
 
 
-def _largest(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score - score.reduce(cute.ReductionOp.MAX, 0.0, 0)
-
-
 @pytest.mark.parametrize(
     ("mod", "expected"),
     [
         (_capped, True),
-        (_of_the_head, True),
-        (_chosen, True),
-        (_constant, True),
+        (lambda score, b, h, q, k, aux: score - aux[0][h[0], q[0]] * (q - k).to(Float32), True),
+        (
+            lambda score, b, h, q, k, aux: cute.where(
+                k < scalar_to_ssa(7, Int32), score, score * 0.5
+            ),
+            True,
+        ),
+        (lambda score, b, h, q, k, aux: 0.25, True),
         (_biased, False),
-        (_of_a_key, False),
-        (_of_a_score, False),
+        (lambda score, b, h, q, k, aux: score + (q[0] - k[0]) * 0.5, False),
+        (lambda score, b, h, q, k, aux: cute.full((1,), score[0] * 2.0, Float32), False),
         (_branches, False),
-        (_largest, False),
+        (lambda score, b, h, q, k, aux: score - score.reduce(cute.ReductionOp.MAX, 0.0, 0), False),
     ],
 )
 def test_which_callables_take_rows(mod: Any, expected: bool) -> None:

@@ -223,14 +223,8 @@ def _symbolic_link(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        _truncate_object,
-        _append_to_object,
-        _remove_object,
-        _remove_sidecar,
-        _garble_sidecar,
-        _sidecar_of_another_shape,
-        _sidecar_of_another_key,
-        _garbage_with_a_right_checksum,
+        *(_truncate_object, _append_to_object, _remove_object, _remove_sidecar, _garble_sidecar),
+        *(_sidecar_of_another_shape, _sidecar_of_another_key, _garbage_with_a_right_checksum),
         _symbolic_link,
     ],
 )
@@ -329,11 +323,8 @@ def test_full_disk(tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyP
 
 
 def test_errors_of_the_export_reach_the_caller(tmp_path: Path) -> None:
-    def build() -> Compiled:
-        return Compiled(lambda x, n: x.fill(7), {})
-
     with pytest.raises(AttributeError, match="export_to_c"):
-        get_adder(CompileCache(tmp_path), build)
+        get_adder(CompileCache(tmp_path), lambda: Compiled(lambda x, n: x.fill(7), {}))
     assert files_of(tmp_path) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,43 +28,11 @@ def test_key_is_a_short_line_with_the_python_version() -> None:
 
 
 CELL_VALUES = [
-    1,
-    2,
-    True,
-    1.0,
-    -0.0,
-    0.0,
-    1j,
-    None,
-    "1",
-    b"1",
-    (1,),
-    [1],
-    (1, 2),
-    ((1,), 2),
-    (1, (2,)),
-    {1},
-    frozenset({1}),
-    {1: 2},
-    {2: 1},
-    {"a": 1, "b": 2},
-    {"b": 2, "a": 1},
-    range(3),
-    slice(1, 2),
-    int,
-    float,
-    len,
-    max,
-    torch.float16,
-    torch.bfloat16,
-    torch.device("cpu"),
-    torch.Size((1,)),
-    functools.partial(max, 1),
-    functools.partial(max, 2),
-    "ab".join,
-    "ba".join,
-    sys,
-    functools,
+    *(1, 2, True, 1.0, -0.0, 0.0, 1j, None, "1", b"1"),
+    *((1,), [1], (1, 2), ((1,), 2), (1, (2,)), {1}, frozenset({1})),
+    *({1: 2}, {2: 1}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, range(3), slice(1, 2)),
+    *(int, float, len, max, torch.float16, torch.bfloat16, torch.device("cpu"), torch.Size((1,))),
+    *(functools.partial(max, 1), functools.partial(max, 2), "ab".join, "ba".join, sys, functools),
 ]
 
 
@@ -199,135 +167,93 @@ def test_what_a_module_change_does(
     assert (_caller(import_source) != _caller(import_source, **change)) is differs
 
 
-def test_global_that_changes_later(import_source: Import) -> None:
-    module = import_source(CALLER.format(head="", scale=2, offset=1, body="callee(q)", unused=0))
-    before = callable_key(module.mod)
-    module.SCALE = 7
-    assert callable_key(module.mod) != before
-    module.SCALE = 2
-    assert callable_key(module.mod) == before
-    module.callee = lambda x: x
-    assert callable_key(module.mod) != before
-
-
-def test_global_loaded_by_nested_code_only(import_source: Import) -> None:
-    source = "LIMIT = {}\ndef mod(q):\n    return [(lambda: i < LIMIT)() for i in (q,)]\n"
-    one, two = (callable_key(import_source(source.format(n)).mod) for n in (1, 2))
-    assert one != two
-
-
-def test_attribute_name_that_equals_an_unrelated_global(import_source: Import) -> None:
-    source = "size = {}\ndef mod(q):\n    return q.size\n"
-    one, two = (callable_key(import_source(source.format(n)).mod) for n in (1, 2))
-    assert one == two
-
-
-def test_shadowed_and_undefined_names(import_source: Import) -> None:
-    keys = {
-        callable_key(import_source(source).mod)
-        for source in (
-            "def mod(q):\n    return max(q, 1)\n",
-            "def mod(q):\n    return min(q, 1)\n",
-            "def mod(q):\n    return most(q, 1)\n",
-            "def max(*x):\n    return x\ndef mod(q):\n    return max(q, 1)\n",
-        )
-    }
-    assert len(keys) == 4
-
-
-def test_attributes_of_own_modules(import_source: Import) -> None:
-    used = import_source("WIDTH = 3\nOTHER = 4\nTABLE = object()\n", name="own_settings")
-    source = "import own_settings\ndef mod(q, k):\n    return q - k < own_settings.WIDTH\n"
-    mod = import_source(source).mod
-    before = callable_key(mod)
-    used.OTHER = 5
-    assert callable_key(mod) == before
-    used.WIDTH = 4
-    assert callable_key(mod) != before
+def pattern_of(keys: list[str]) -> str:
+    """A letter for each key: equal ones have the same."""
+    different = list(dict.fromkeys(keys))
+    return "".join("abcdef"[different.index(key)] for key in keys)
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("source", "values", "pattern"),
     [
-        "from own_late import WIDTH\n    return q < WIDTH",
-        "import own_late\n    return q < own_late.WIDTH",
-        "import own_late as late\n    return q < late.WIDTH",
-        "import own_late\n    return q < getattr(own_late, 'WIDTH')",
-        "def inner():\n        import own_late\n        return own_late.WIDTH\n    return inner()",
+        # a global that nested code alone loads; an attribute whose name is that of a global
+        ("N = {}\ndef mod(q):\n    return [(lambda: i < N)() for i in (q,)]\n", (1, 2), "ab"),
+        ("size = {}\ndef mod(q):\n    return q.size\n", (1, 2), "aa"),
+        # names that are shadowed or undefined
+        ("{}(q, 1)\n", [f"def mod(q):\n    return {x}" for x in ("max", "min", "most")]
+         + ["def max(*x):\n    return x\ndef mod(q):\n    return max"], "abcd"),
+        # recursion and cycles
+        (
+            "def even(n):\n    return n == 0 or odd(n - 1)\n"
+            "def odd(n):\n    return n != {} and even(n - 1)\n"
+            "LOOP = []\nLOOP.append(LOOP)\n"
+            "HANDLERS = set()\n"
+            "def mod(q):\n    return even(q) and LOOP and mod and HANDLERS\n"
+            "HANDLERS.add(mod)\n"
+            "HANDLERS.add(even)\n",
+            (0, 0, 1),
+            "aab",
+        ),
+        # shared is not nested
+        ("A = [1]\nB = {}\ndef mod(q):\n    return (A, B)\n", ("[1]", "[A]", "[2]", "(A,)", "A"),
+         "abcde"),
     ],
+    ids=["nested-code", "unrelated-global", "names", "cycles", "sharing"],
+)  # fmt: skip
+def test_which_texts_have_the_same_key(
+    import_source: Import, source: str, values: Sequence[object], pattern: str
+) -> None:
+    keys = [callable_key(import_source(source.format(value)).mod) for value in values]
+    assert pattern_of(keys) == pattern
+
+
+OWN = "import types\nm = types.ModuleType('own_settings')\nm.w = 3\n"
+IMPORTING = (
+    "from own_later import A\n    return q < A",
+    "import own_later\n    return q < own_later.A",
+    "import own_later as late\n    return q < late.A",
+    "import own_later\n    return q < getattr(own_later, 'A')",
+    "def inner():\n        import own_later\n        return own_later.A\n    return inner()",
 )
-def test_imports_inside_the_function(import_source: Import, body: str) -> None:
-    used = import_source("WIDTH = 3\n", name="own_late")
-    mod = import_source(f"def mod(q):\n    {body}\n").mod
-    before = callable_key(mod)
-    used.WIDTH = 4
-    assert callable_key(mod) != before
+NAMING = (
+    *("return m.w", "c = m\n    return c.w", "return getattr(m, 'w')"),
+    *("return m.w if hasattr(m, 'w') else 0", "return (lambda: m.w)()"),
+)
 
 
-def test_attributes_mentioned_by_nested_code_only(import_source: Import) -> None:
-    used = import_source("WIDTH = 3\n", name="own_nested")
-    source = "import own_nested\ndef mod(q):\n    return (lambda: own_nested.WIDTH)()\n"
-    mod = import_source(source).mod
-    before = callable_key(mod)
-    used.WIDTH = 4
-    assert callable_key(mod) != before
-
-
-def test_own_function_seen_through_two_modules(import_source: Import) -> None:
-    """A module is encoded once, but each function adds the attributes that it mentions."""
-    used = import_source("A = 1\nB = 2\n", name="own_pair")
-    source = (
-        "import own_pair\ndef other(q):\n    return own_pair.B\n"
-        "def mod(q):\n    return own_pair.A + other(q)\n"
-    )
-    mod = import_source(source).mod
-    before = callable_key(mod)
-    used.B = 3
-    middle = callable_key(mod)
-    used.A = 0
-    assert len({before, middle, callable_key(mod)}) == 3
-
-
-def test_function_attributes(import_source: Import) -> None:
-    mod = import_source("def mod(q):\n    return q * mod.scale\nmod.scale = 1\n").mod
-    before = callable_key(mod)
-    mod.scale = 2
-    changed = callable_key(mod)
-    assert changed != before
-    mod.remark = object()
-    assert callable_key(mod) == changed
-
-
-def test_attributes_of_a_callee(import_source: Import) -> None:
-    source = (
-        "def callee(q):\n    return q\ncallee.scale = 1\n"
-        "def mod(q):\n    return callee(q) * callee.scale\n"
-    )
+@pytest.mark.parametrize(
+    ("source", "steps", "pattern"),
+    [
+        (CALLER.format(head="", scale=2, offset=1, body="callee(q)", unused=0),
+         ("module.SCALE = 7", "module.SCALE = 2", "module.callee = lambda x: x"), "abac"),
+        # of another module only what the code names; also where nested code alone names it
+        ("import own_later\ndef mod(q, k):\n    return q - k < own_later.A\n",
+         ("own.B = 5", "own.A = 4"), "aab"),
+        ("import own_later as own\ndef mod(q):\n    return (lambda: own.A)()\n",
+         ("own.A = 4",), "ab"),
+        *((f"def mod(q):\n    {body}\n", ("own.A = 4",), "ab") for body in IMPORTING),
+        *((OWN + f"def mod(q):\n    {body}\n", ("module.m.w = 9", "module.m.w = 3"), "aba")
+          for body in NAMING),
+        # a module is encoded once, but each function adds the attributes that it mentions
+        ("import own_later\ndef other(q):\n    return own_later.B\n"
+         "def mod(q):\n    return own_later.A + other(q)\n", ("own.B = 3", "own.A = 0"), "abc"),
+        # attributes of functions
+        ("def mod(q):\n    return q * mod.scale\nmod.scale = 1\n",
+         ("module.mod.scale = 2", "module.mod.remark = object()"), "abb"),
+        ("def callee(q):\n    return q\ncallee.scale = 1\n"
+         "def mod(q):\n    return callee(q) * callee.scale\n", ("module.callee.scale = 2",), "ab"),
+    ],
+)  # fmt: skip
+def test_what_changes_later(
+    import_source: Import, source: str, steps: Sequence[str], pattern: str
+) -> None:
+    own = import_source("A = 1\nB = 2\nTABLE = object()\n", name="own_later")
     module = import_source(source)
-    before = callable_key(module.mod)
-    module.callee.scale = 2
-    assert callable_key(module.mod) != before
-
-
-def test_recursion_and_cycles(import_source: Import) -> None:
-    source = (
-        "def even(n):\n    return n == 0 or odd(n - 1)\n"
-        "def odd(n):\n    return n != {} and even(n - 1)\n"
-        "LOOP = []\nLOOP.append(LOOP)\n"
-        "HANDLERS = set()\n"
-        "def mod(q):\n    return even(q) and LOOP and mod and HANDLERS\n"
-        "HANDLERS.add(mod)\n"
-        "HANDLERS.add(even)\n"
-    )
-    one, same, two = (callable_key(import_source(source.format(n)).mod) for n in (0, 0, 1))
-    assert one == same != two
-
-
-def test_sharing_is_not_confused_with_nesting(import_source: Import) -> None:
-    source = "A = [1]\nB = {}\ndef mod(q):\n    return (A, B)\n"
-    values = ("[1]", "[A]", "[2]", "(A,)", "A")
-    keys = {callable_key(import_source(source.format(value)).mod) for value in values}
-    assert len(keys) == len(values)
+    keys = [callable_key(module.mod)]
+    for step in steps:
+        exec(step, {"own": own, "module": module})
+        keys.append(callable_key(module.mod))
+    assert pattern_of(keys) == pattern
 
 
 # -- classes, objects, enums --------------------------------------------------------------------
@@ -405,9 +331,6 @@ def test_refusals_name_the_variable(import_source: Import, source: str, words: s
     assert words in str(caught.value)
 
 
-OWN = "import types\nm = types.ModuleType('own_settings')\nm.w = 3\n"
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -433,25 +356,6 @@ def test_what_no_key_can_follow_is_refused(import_source: Import, source: str, w
     assert words in str(caught.value) and "__flash_mask_key__" in str(caught.value)
     mod.__flash_mask_key__ = "mine"
     assert callable_key(mod) == "key:mine"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "return m.w",
-        "c = m\n    return c.w",
-        "return getattr(m, 'w')",
-        "return m.w if hasattr(m, 'w') else 0",
-        "return (lambda: m.w)()",
-    ],
-)
-def test_attributes_that_the_code_names_are_followed(import_source: Import, body: str) -> None:
-    module = import_source(OWN + f"def mod(q):\n    {body}\n")
-    before = callable_key(module.mod)
-    module.m.w = 9
-    assert callable_key(module.mod) != before
-    module.m.w = 3
-    assert callable_key(module.mod) == before
 
 
 def test_modules_of_libraries_may_be_handed_on(import_source: Import) -> None:

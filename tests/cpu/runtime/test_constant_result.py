@@ -11,20 +11,24 @@ import torch
 
 from flash_mask_cute.autograd import mod_names, torch_ops
 from flash_mask_cute.call.check import validate
+from flash_mask_cute.runtime import packages
 from flash_mask_cute.runtime.constant_result import assume_constant_result
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def modules_of(program: str) -> set[str]:
+    """What a program prints, in a process of its own: names of modules."""
+    command = [sys.executable, "-c", program]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return set(child.stdout.split())
+
+
 def modules_beside_torch(statement: str) -> set[str]:
     """The modules that `statement` loads into a process which has torch and nothing else."""
-    program = (
-        "import sys, torch; before = set(sys.modules); "
-        f"{statement}; print(*sorted(sys.modules.keys() - before))"
-    )
-    command = [sys.executable, "-c", program]
-    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(child.stdout.split())
+    before = "import sys, torch; before = set(sys.modules)"
+    return modules_of(f"{before}; {statement}; print(*sorted(sys.modules.keys() - before))")
 
 
 def test_import_loads_little_beside_torch() -> None:
@@ -33,6 +37,34 @@ def test_import_loads_little_beside_torch() -> None:
     foreign = {name for name in loaded if not name.startswith("flash_mask_cute")}
     assert foreign <= sys.stdlib_module_names, foreign - sys.stdlib_module_names
     assert len(foreign) <= 15
+
+
+NO_COMPILER = {"cutlass", "tvm_ffi"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import flash_mask_cute", {"torch", *NO_COMPILER}),
+        ("import flash_mask_cute.interface, flash_mask_cute.cpu.forward", NO_COMPILER),
+        ("import flash_mask_cute.compute_block_sparsity", NO_COMPILER),
+        ("import flash_mask_cute.mods.on_cpu", NO_COMPILER),
+        ("import flash_mask_cute.runtime.cache, flash_mask_cute.runtime.callable_key", NO_COMPILER),
+        ("import flash_mask_cute.rules.intervals", {"torch", *NO_COMPILER}),
+        # the sources are not read again
+        ("import flash_mask_cute; from flash_mask_cute.runtime import sources; sources.open = None;"
+         "sources.SOURCES.fingerprint()", {"torch", *NO_COMPILER}),
+        ("import flash_mask_cute.functional, flash_mask_cute.flex",
+         {"flash_mask_cute.integrations"}),
+        # nor does the doctor, or the first look at a function, load a library of a door
+        ("import flash_mask_cute.__main__, flash_mask_cute.flex, flash_mask_cute.integrations;"
+         "flash_mask_cute.flash_attn_func, flash_mask_cute.flex_attention", {*packages.EXTRAS}),
+    ],
+)  # fmt: skip
+def test_what_an_import_leaves_out(statement: str, absent: set[str]) -> None:
+    loaded = modules_of(f"import sys; {statement}; print(*sys.modules)")
+    assert "flash_mask_cute" in loaded
+    assert not [x for x in loaded for y in absent if f"{x}.".startswith(f"{y}.")]
 
 
 @pytest.mark.shares(3)

@@ -181,15 +181,3 @@ def test_a_package_in_a_zip_archive_has_no_disk_cache(tmp_path: Path) -> None:
     told = _run(script, tmp_path / "cache", "keep", tmp_path / "package.zip")
     assert "the sources of flash_mask_cute cannot be read" in told
     assert files_of(tmp_path / "cache") == []
-
-
-def test_importing_the_package_reads_the_sources_and_nothing_heavy() -> None:
-    code = (
-        "import sys, flash_mask_cute; from flash_mask_cute.runtime.sources import SOURCES;"
-        "from flash_mask_cute.runtime import sources;"
-        "sources.open = None;"  # they are not read again
-        "SOURCES.fingerprint();"
-        "sys.exit(bool({'torch', 'cutlass'} & {x.partition('.')[0] for x in sys.modules}))"
-    )
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

@@ -355,12 +355,10 @@ def test_a_warm_backward_refuses_batches(name: str, bwd_recorder: BwdRecorder) -
     given = of_backward()
     _flash_attn_bwd(**given)
     launched = len(bwd_recorder.calls)
-
-    def backward(x: Tensor) -> Any:
-        return _flash_attn_bwd(**given | {name: x})
-
     with pytest.raises(NotImplementedError, match=f"^{name} {NO_BATCH}"):
-        _vmap(backward)(given[name].expand(3, *given[name].shape))
+        _vmap(lambda x: _flash_attn_bwd(**given | {name: x}))(
+            given[name].expand(3, *given[name].shape)
+        )
     assert len(bwd_recorder.calls) == launched
 
 
@@ -412,13 +410,11 @@ def test_warm_host_calls_refuse_transforms(
 
     monkeypatch.setattr(interface, "prepare_fwd", prepare)
     _flash_attn_fwd(**given)
-
-    def forward(x: Tensor) -> Any:
-        return _flash_attn_fwd(**changed(given, name, lambda _: x))[0]
-
     tensor = given[name][0] if name == "aux_tensors" else given[name]
     with pytest.raises(NotImplementedError, match=r"transforms of torch\.func"):
-        TRANSFORMS[transform](forward, tensor)
+        TRANSFORMS[transform](
+            lambda x: _flash_attn_fwd(**changed(given, name, lambda _: x))[0], tensor
+        )
     assert len(recorder.calls) == 2
 
 

@@ -108,10 +108,7 @@ INSIDE: dict[str, Callable[[int, Tensor], ColumnMask]] = {
 
 
 def _builds_inside(build: Callable[[int, Tensor], ColumnMask]) -> Callable[..., Any]:
-    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Any:
-        return _attend(q, k, v, build(q.shape[1], ids))
-
-    return attend
+    return lambda q, k, v, ids: _attend(q, k, v, build(q.shape[1], ids))
 
 
 def _start(q: Tensor, k: Tensor, v: Tensor, start: Any) -> Any:

@@ -33,12 +33,7 @@ def compare(rank: int) -> dict[str, tuple[float, float]]:
 
 
 def _errors(
-    pair: Any,
-    rank: int,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    mask: ColumnMask,
-    method: Any,
+    pair: Any, rank: int, ids: torch.Tensor, positions: torch.Tensor, mask: ColumnMask, method: Any
 ) -> tuple[float, float]:
     own = {"input_ids": ROWS.shard(ids, rank), "position_ids": ROWS.shard(positions, rank)}
     with sharded(ROWS, mask=mask, method=method):

@@ -111,18 +111,10 @@ def _pair(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[0][h[0], q[0], k[0]]
 
 
-def _of_entry(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[0][b[0], h[0], q[0], k[0]]
-
-
 def _slopes(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     from cutlass import Float32
 
     return score - aux[0][h[0]] * abs(q - k).to(Float32)
-
-
-def _key_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[0][b[0], h[0], k[0]]
 
 
 def _distances(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -145,22 +137,6 @@ def _window_table(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[0][h[0], (rows + 60) * 13 + cols + 6]
 
 
-def _same_parity(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return (q - k) % 2 == 0
-
-
-def _by_head(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return (q - k + h) % 2 == 0
-
-
-def _has_key(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[1][b[0], k[0]] != 0
-
-
-def _ids(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[0][b[0], q[0]] == aux[0][b[0], k[0]]
-
-
 def _fp32(*shape: int) -> Tensor:
     return empty(*shape, dtype=torch.float32)
 
@@ -170,9 +146,15 @@ SCORE_MODS: Mapping[str, tuple[Callable[..., Any], Callable[[Shape], list[Tensor
     "minus": (_minus_one, lambda x: []),
     "tanh": (_tanh, lambda x: []),
     "pair": (_pair, lambda x: [empty(x.heads_q, x.seqlen_q, x.seqlen_k)]),
-    "entry-pair": (_of_entry, lambda x: [empty(x.batch, x.heads_q, x.seqlen_q, x.seqlen_k)]),
+    "entry-pair": (
+        lambda score, b, h, q, k, aux: score + aux[0][b[0], h[0], q[0], k[0]],
+        lambda x: [empty(x.batch, x.heads_q, x.seqlen_q, x.seqlen_k)],
+    ),
     "slopes": (_slopes, lambda x: [_fp32(x.heads_q)]),
-    "key-bias": (_key_bias, lambda x: [_fp32(x.batch, x.heads_q, x.seqlen_k)]),
+    "key-bias": (
+        lambda score, b, h, q, k, aux: score + aux[0][b[0], h[0], k[0]],
+        lambda x: [_fp32(x.batch, x.heads_q, x.seqlen_k)],
+    ),
     "distances": (_distances, lambda x: [empty(33, x.heads_q)]),
     "axes": (_axes, lambda x: [_fp32(x.heads_q, 241), _fp32(x.heads_q, 39)]),
     "window-table": (_window_table, lambda x: [_fp32(x.heads_q, 121 * 13)]),
@@ -233,9 +215,12 @@ COMMON: Mapping[str, Callable[[Shape], Options]] = {
     ),
     "lists": _lists,
     "selected": _selected,
-    "mask-mod": lambda x: {"mask_mod": _same_parity},
-    "mask-mod-by-head": lambda x: {"mask_mod": _by_head},
-    "ids": lambda x: {"mask_mod": _ids, "aux_tensors": [_int32(x.batch, x.seqlen_k)]},
+    "mask-mod": lambda x: {"mask_mod": lambda b, h, q, k, aux: (q - k) % 2 == 0},
+    "mask-mod-by-head": lambda x: {"mask_mod": lambda b, h, q, k, aux: (q - k + h) % 2 == 0},
+    "ids": lambda x: {
+        "mask_mod": lambda b, h, q, k, aux: aux[0][b[0], q[0]] == aux[0][b[0], k[0]],
+        "aux_tensors": [_int32(x.batch, x.seqlen_k)],
+    },
     **{name: _score_mod(name) for name in SCORE_MODS},
     "used-q": lambda x: {"seqused_q": _int32(x.batch)},
     "used-k": lambda x: {"seqused_k": _int32(x.batch)},
@@ -296,7 +281,9 @@ OF_EDGES: Mapping[str, Callable[[Shape], Options]] = {
     "pair-uint8": lambda x: _pair_with(torch.uint8, x),
     "pair-bool": lambda x: _pair_with(torch.bool, x),
     "pair-int64": lambda x: _pair_with(torch.int64, x),
-    "pair-keys": lambda x: _pair_with(torch.float32, x, mask_mod=_has_key),
+    "pair-keys": lambda x: _pair_with(
+        torch.float32, x, mask_mod=lambda b, h, q, k, aux: aux[1][b[0], k[0]] != 0
+    ),
 }
 
 

@@ -44,34 +44,10 @@ NAN, INF = float("nan"), float("inf")
 # -- callables: the CuTe text, and the same in torch ---------------------------------------------
 
 
-def _table_mask(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return aux[0][q[0], k[0]] != 0
-
-
-def _parity(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return (q * 7 + k * 13 + h) % 5 != 0
-
-
-def _blind_rows(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return q % 3 != 0
-
-
 def _table(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     from cutlass import Float32
 
     return score + aux[-1][q[0], k[0]].to(Float32)
-
-
-def _head_table(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[-1][h[0], k[0]]
-
-
-def _alibi(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score - abs(q[0] - k[0]) * 0.25
-
-
-def _scaled(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score * 1.25
 
 
 WRAPPABLE = ("learnable_sink", "aux_tensors")
@@ -110,7 +86,11 @@ def _reads(dtype: torch.dtype) -> MaskRecipe:
         shape = max(extents.seqlen_q, 1), max(extents.seqlen_k, 1)
         return _restrided(generator, (torch.rand(shape, generator=generator) < 0.7).to(dtype))
 
-    return MaskRecipe(_table_mask, lambda b, h, q, k, aux: aux[0][q, k] != 0, aux)
+    return MaskRecipe(
+        lambda b, h, q, k, aux: aux[0][q[0], k[0]] != 0,
+        lambda b, h, q, k, aux: aux[0][q, k] != 0,
+        aux,
+    )
 
 
 def _adds(dtype: torch.dtype, per_head: bool = False) -> ScoreRecipe:
@@ -134,7 +114,11 @@ def _adds(dtype: torch.dtype, per_head: bool = False) -> ScoreRecipe:
         return _restrided(generator, table.to(dtype))
 
     if per_head:
-        return ScoreRecipe(_head_table, lambda s, b, h, q, k, aux: s + aux[-1][h, k], aux)
+        return ScoreRecipe(
+            lambda score, b, h, q, k, aux: score + aux[-1][h[0], k[0]],
+            lambda s, b, h, q, k, aux: s + aux[-1][h, k],
+            aux,
+        )
     return ScoreRecipe(_table, lambda s, b, h, q, k, aux: s + aux[-1][q, k].float(), aux)
 
 
@@ -146,8 +130,13 @@ def _in_float32(recipe: ScoreRecipe) -> ScoreRecipe:
 
 MASK_MODS = {
     "documents": PLAIN_MASK_MODS["documents"],
-    "parity": MaskRecipe(_parity, lambda b, h, q, k, aux: (q * 7 + k * 13 + h) % 5 != 0),
-    "blind": MaskRecipe(_blind_rows, lambda b, h, q, k, aux: (q % 3 != 0) & (k >= 0)),
+    "parity": MaskRecipe(
+        lambda b, h, q, k, aux: (q * 7 + k * 13 + h) % 5 != 0,
+        lambda b, h, q, k, aux: (q * 7 + k * 13 + h) % 5 != 0,
+    ),
+    "blind": MaskRecipe(
+        lambda b, h, q, k, aux: q % 3 != 0, lambda b, h, q, k, aux: (q % 3 != 0) & (k >= 0)
+    ),
     "bool": _reads(torch.bool),
     "uint8": _reads(torch.uint8),
     "int8": _reads(torch.int8),
@@ -162,8 +151,13 @@ SCORE_MODS = {
         "table16": _adds(FP16),
         "tableb16": _adds(BF16),
         "head_table": _adds(FP32, per_head=True),
-        "alibi": ScoreRecipe(_alibi, lambda s, b, h, q, k, aux: s - 0.25 * (q - k).abs()),
-        "scaled": ScoreRecipe(_scaled, lambda s, b, h, q, k, aux: s * 1.25),
+        "alibi": ScoreRecipe(
+            lambda score, b, h, q, k, aux: score - abs(q[0] - k[0]) * 0.25,
+            lambda s, b, h, q, k, aux: s - 0.25 * (q - k).abs(),
+        ),
+        "scaled": ScoreRecipe(
+            lambda score, b, h, q, k, aux: score * 1.25, lambda s, b, h, q, k, aux: s * 1.25
+        ),
     }.items()
 }
 # Callables of a call, mask_mod and score_mod; a few pairs, as each costs a compilation.
@@ -309,10 +303,7 @@ class HostileCall:
 
 
 def draw_call(
-    seed: int,
-    number: int,
-    frame: Frame | None = None,
-    device: torch.device | str = "cpu",
+    seed: int, number: int, frame: Frame | None = None, device: torch.device | str = "cpu"
 ) -> HostileCall:
     """Call `number` of a seed; any of them by itself. frame: drawn if it is None."""
     rng = random.Random(f"{seed}-{number}")

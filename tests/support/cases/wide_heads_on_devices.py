@@ -13,7 +13,7 @@ from wide_cases import DECODE, FEW, MANY, WIDE_CASES
 from flash_mask_cute.call import splits
 
 
-@pytest.mark.parametrize("case", WIDE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", WIDE_CASES)
 def test_against_oracle(device: Device, case: Case) -> None:
     # two pairs of CTAs, and each has several work tiles
     check_forward(device, device.inputs(case), (1,), sms=4)
@@ -23,7 +23,7 @@ def test_against_oracle(device: Device, case: Case) -> None:
     "more", [{}, {"num_splits": 1}, {"num_splits": 3}, {"seqlen_k_per_split": 512}], ids=str
 )
 @pytest.mark.parametrize("page_size", [None, 16, 64, 12])
-@pytest.mark.parametrize("case", [DECODE, FEW], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [DECODE, FEW])
 def test_decoding(device: Device, case: Case, page_size: int | None, more: dict[str, Any]) -> None:
     inputs = device.inputs(case)
     if page_size is not None:

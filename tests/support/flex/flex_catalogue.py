@@ -100,10 +100,7 @@ def _batchified(draw: Draw) -> Mod:
     def of_one(q: Tensor, k: Tensor) -> Tensor:
         return (q - k) // 8 >= 0
 
-    def of_each_length(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return of_one(q, k) & (q < lengths[b]) & (k < lengths[b])
-
-    return of_each_length
+    return lambda b, h, q, k: of_one(q, k) & (q < lengths[b]) & (k < lengths[b])
 
 
 def _shared_prefix(draw: Draw) -> Mod:
@@ -138,23 +135,7 @@ def _flamingo(draw: Draw) -> Mod:
 
 def _global_window(draw: Draw) -> Mod:
     is_global = torch.rand((draw.extents.longest,), generator=draw.generator) < 0.1
-
-    def global_and_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return is_global[q] | is_global[k] | ((q - k).abs() <= 7)
-
-    return global_and_window
-
-
-def _block_diffusion(draw: Draw) -> Mod:
-    return mods.block_diffusion(8, -(-draw.extents.longest // 16) * 8)
-
-
-def _natten(draw: Draw) -> Mod:
-    return mods.natten(max(-(-draw.extents.longest // 7), 5), 7, 2)
-
-
-def _tiled_natten(draw: Draw) -> Mod:
-    return mods.tiled_natten((4, 2), 3, max(-(-draw.extents.longest // 6) + 4, 8), 1)
+    return lambda b, h, q, k: is_global[q] | is_global[k] | ((q - k).abs() <= 7)
 
 
 def _morton_natten(draw: Draw) -> Mod:
@@ -253,10 +234,6 @@ def _documents(draw: Draw) -> Tensor:
     return draw.stretches(draw.extents.batch, draw.extents.longest)
 
 
-def _prefix_lm(draw: Draw) -> Mod:
-    return mods.prefix_lm(draw.ints(0, draw.extents.seqlen_k // 2 + 1, draw.extents.batch))
-
-
 def _mask(name: str, write: Callable[[Draw], Mod]) -> CatalogueMod:
     return CatalogueMod(name, "mask_mod", write)
 
@@ -269,7 +246,12 @@ CATALOGUE = (
     _mask("causal", lambda draw: mods.causal),
     _mask("sliding", lambda draw: mods.sliding_window(13)),
     _mask("dilated", lambda draw: mods.dilated(20, 3)),
-    _mask("prefix_lm", _prefix_lm),
+    _mask(
+        "prefix_lm",
+        lambda draw: mods.prefix_lm(
+            draw.ints(0, draw.extents.seqlen_k // 2 + 1, draw.extents.batch)
+        ),
+    ),
     _mask("joined", lambda draw: mods.strided_by_head(9, 4)),
     _mask("batchified", _batchified),
     _mask("document_causal", lambda draw: mods.document_causal(_documents(draw))),
@@ -280,9 +262,14 @@ CATALOGUE = (
     _mask("shared_prefix", _shared_prefix),
     _mask("flamingo", _flamingo),
     _mask("global_window", _global_window),
-    _mask("block_diffusion", _block_diffusion),
-    _mask("natten", _natten),
-    _mask("tiled_natten", _tiled_natten),
+    _mask(
+        "block_diffusion", lambda draw: mods.block_diffusion(8, -(-draw.extents.longest // 16) * 8)
+    ),
+    _mask("natten", lambda draw: mods.natten(max(-(-draw.extents.longest // 7), 5), 7, 2)),
+    _mask(
+        "tiled_natten",
+        lambda draw: mods.tiled_natten((4, 2), 3, max(-(-draw.extents.longest // 6) + 4, 8), 1),
+    ),
     _mask("morton_natten", _morton_natten),
     _mask("sliding_tiles_2d", lambda draw: _sliding_tiles(draw, 4, (4,))),
     _mask("sliding_tiles_3d", lambda draw: _sliding_tiles(draw, 2, (4, 4))),
@@ -311,12 +298,12 @@ BY_NAME = {row.name: row for row in CATALOGUE}
 T5_REACH = 16
 
 
-def _t5_bias(draw: Draw) -> Mod:
-    return mods.t5_bias(draw.parameter(2 * T5_REACH + 1, draw.extents.heads), T5_REACH)
-
-
 # Beside the catalogue: what hand-written mods of other tests do as well.
-T5_BIAS = _score("t5_bias", _t5_bias, is_trained=True)
+T5_BIAS = _score(
+    "t5_bias",
+    lambda draw: mods.t5_bias(draw.parameter(2 * T5_REACH + 1, draw.extents.heads), T5_REACH),
+    is_trained=True,
+)
 DOCUMENTS = _mask("documents", lambda draw: mods.document(_documents(draw)))
 
 

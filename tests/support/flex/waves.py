@@ -26,14 +26,7 @@ def points() -> Tensor:
 
 def mods_of(function: Function, x: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """A score_mod and a mask_mod."""
-
-    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return function(x[q]) + 0 * s
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return q == k
-
-    return score_mod, mask_mod
+    return lambda s, b, h, q, k: function(x[q]) + 0 * s, lambda b, h, q, k: q == k
 
 
 def assert_values(name: str, x: Tensor, out: Tensor, lse: Tensor, of_lse: float = 0.0) -> None:

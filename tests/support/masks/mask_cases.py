@@ -93,10 +93,6 @@ def _prefixes(extents: Extents, generator: torch.Generator) -> Tensor:
     return torch.randint(0, max(extents.seqlen_k, 1), (extents.batch,), generator=generator)
 
 
-def _eviction(b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return q[0] < aux[0][b[0], h[0], k[0]]
-
-
 def _eviction_steps(extents: Extents, generator: torch.Generator) -> Tensor:
     """int32 (batch, heads_q, seqlen_k), first query that a key is gone for; keys not innermost."""
     shape = extents.batch, extents.seqlen_k, extents.heads_q
@@ -115,13 +111,10 @@ MASK_MODS = {
         per_batch=True,
     ),
     "prefix_lm": MaskRecipe(
-        _prefix_lm,
-        lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]),
-        _prefixes,
-        per_batch=True,
+        _prefix_lm, lambda b, h, q, k, aux: (k <= q) | (k < aux[0][b]), _prefixes, per_batch=True
     ),
     "eviction": MaskRecipe(
-        _eviction,
+        lambda b, h, q, k, aux: q[0] < aux[0][b[0], h[0], k[0]],
         lambda b, h, q, k, aux: q < aux[0][b, h][k],
         _eviction_steps,
         per_batch=True,
@@ -175,10 +168,6 @@ def _t5_table(extents: Extents, generator: torch.Generator) -> Tensor:
     return torch.randn((2 * T5_REACH + 1, extents.heads_q), generator=generator)
 
 
-def _blinding_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[-1][q[0]]
-
-
 def _row_biases(extents: Extents, generator: torch.Generator) -> Tensor:
     """float32 (seqlen_q,), -inf for some."""
     biases = torch.randn((extents.seqlen_q,), generator=generator)
@@ -209,25 +198,19 @@ SCORE_MODS = {
         _t5_table,
     ),
     "head_bias": ScoreRecipe(
-        _head_bias,
-        lambda score, b, h, q, k, aux: score + aux[-1][h].to(score.dtype),
-        _head_biases,
+        _head_bias, lambda score, b, h, q, k, aux: score + aux[-1][h].to(score.dtype), _head_biases
     ),
     "scale": ScoreRecipe(
-        lambda score, b, h, q, k, aux: score * 1.1,
-        lambda score, b, h, q, k, aux: score * 1.1,
+        lambda score, b, h, q, k, aux: score * 1.1, lambda score, b, h, q, k, aux: score * 1.1
     ),
     "blinding": ScoreRecipe(
-        _blinding_bias,
+        lambda score, b, h, q, k, aux: score + aux[-1][q[0]],
         lambda score, b, h, q, k, aux: score + aux[-1][q.flatten()][:, None].to(score.dtype),
         _row_biases,
     ),
 }
 # in no table: what a test of functions, and of factors that the softmax takes over, adds
-CAP = ScoreRecipe(
-    _cap,
-    lambda score, b, h, q, k, aux: 15.0 * (score / 15.0).tanh(),
-)
+CAP = ScoreRecipe(_cap, lambda score, b, h, q, k, aux: 15.0 * (score / 15.0).tanh())
 LARGEST_STRETCH = 1.1
 """By which a score_mod of this table may multiply a difference of scores."""
 
@@ -276,11 +259,7 @@ def _blinding_columns(rng: random.Random, seqlen_q: int, seqlen_k: int, n: int) 
     for _ in range(seqlen_k):
         before, behind = rng.randint(0, first), rng.randint(end, seqlen_q)
         columns.append(
-            {
-                1: [before],
-                2: [before, behind],
-                4: [rng.randint(0, seqlen_q), 0, before, behind],
-            }[n]
+            {1: [before], 2: [before, behind], 4: [rng.randint(0, seqlen_q), 0, before, behind]}[n]
         )
     return columns
 
@@ -305,11 +284,7 @@ COLUMNS = {
 
 
 def make_columns(
-    recipe: ColumnRecipe,
-    heads: int,
-    seqlens_q: Sequence[int],
-    seqlens_k: Sequence[int],
-    seed: int,
+    recipe: ColumnRecipe, heads: int, seqlens_q: Sequence[int], seqlens_k: Sequence[int], seed: int
 ) -> list[Tensor]:
     """startend_row_indices int32 (heads, seqlen_k, n) for each sequence."""
     rng, n = random.Random(seed), recipe.num_vectors

@@ -549,11 +549,9 @@ class RandomRead(NamedTuple):
 
     def torch(self, table: Tensor, numbers: Tensor) -> Callable[..., Tensor]:
         """The same mod in torch."""
-
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return score + table[self.inside(torch_rules(score, (b, h, q, k), [numbers]))]
-
-        return score_mod
+        return lambda score, b, h, q, k: (
+            score + table[self.inside(torch_rules(score, (b, h, q, k), [numbers]))]
+        )
 
     def dense(self, numbers: Tensor, extents: tuple[int, int, int, int] = READ_EXTENTS) -> Tensor:
         """The index of each score, (batch, heads, queries, keys)."""

@@ -55,18 +55,10 @@ def _key_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     return score + aux[-1][b[0], h[0], k[0]]
 
 
-def _gain_and_bias(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score * aux[-1][h[0]] + aux[-2][q[0], k[0]]
-
-
 def _squared(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     """Reads one element twice, and one that may be the same."""
     own = aux[-1][h[0]]
     return score + own * aux[-1][h[0]] * aux[-1][(h[0] + k[0]) % 2]
-
-
-def _gain(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score * aux[-1][h[0] // 2]
 
 
 def _two_of_key(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -121,10 +113,6 @@ def _distances(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
     near = aux[-1][cutlass.min(abs(q[0] - k[0]), 12)]
     step = cutlass.max(cutlass.min((k[0] - q[0]) // 8, 3), -3) + 3
     return score + (near - 0.5 * aux[-2][h[0], step])
-
-
-def _pair(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
-    return score + aux[-1][h[0], q[0], k[0]]
 
 
 def _pair_minus_slope(score: Any, b: Any, h: Any, q: Any, k: Any, aux: Any) -> Any:
@@ -208,12 +196,12 @@ TRAINED_MODS = {
     "key_bias": TrainedRecipe(_key_bias, lambda score, b, h, q, k, bias: score + bias[b, h][k],
                               lambda x: [((x.batch, x.heads_q, x.seqlen_k), FP32)]),
     "gain_and_bias": TrainedRecipe(
-        _gain_and_bias,
+        lambda score, b, h, q, k, aux: score * aux[-1][h[0]] + aux[-2][q[0], k[0]],
         lambda score, b, h, q, k, bias, gain: score * gain[h] + bias[q, k],
         lambda x: [((x.seqlen_q, x.seqlen_k), BF16), ((x.heads_q,), FP16)],
     ),
     "gain": TrainedRecipe(
-        _gain,
+        lambda score, b, h, q, k, aux: score * aux[-1][h[0] // 2],
         lambda score, b, h, q, k, gain: score * gain[h // 2],
         lambda x: [((x.heads_q // 2 + 1,), FP32)],
     ),
@@ -260,7 +248,8 @@ TRAINED_MODS = {
         ),
         lambda x: [((x.heads_q, 7), FP32), ((13,), FP16)],
     ),
-    "pair": TrainedRecipe(_pair, lambda score, b, h, q, k, bias: score + bias[h][q, k],
+    "pair": TrainedRecipe(lambda score, b, h, q, k, aux: score + aux[-1][h[0], q[0], k[0]],
+                          lambda score, b, h, q, k, bias: score + bias[h][q, k],
                           lambda x: [((x.heads_q, x.seqlen_q, x.seqlen_k), BF16)]),
     "axial": _by_axes(20),
     "windows": _by_axes(12),
