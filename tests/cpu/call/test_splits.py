@@ -17,7 +17,7 @@ import flash_mask_cute
 from bench import ROOT
 from flash_mask_cute import interface
 from flash_mask_cute.call.arguments import AttentionCall, Options
-from flash_mask_cute.call.execution_plan import ExecutionPlan, Splits
+from flash_mask_cute.call.execution_plan import ExecutionPlan
 from flash_mask_cute.call.splits import aligned_chunks
 from flash_mask_cute.core.stream_k import BY_STREAM_K, StreamKChunks
 from flash_mask_cute.interface import _flash_attn_fwd
