@@ -9,6 +9,7 @@ import pytest
 import torch
 from fp8_caches import Fp8Call, Fp8Case, assert_same_bits, make_call
 from public_call import capture, no_waiting
+from split_cases import take_chunks
 from torch import Tensor
 
 from flash_mask_cute import compile_count, explain, flash_attn_with_kvcache
@@ -57,8 +58,9 @@ def on_cuda(x: Any) -> Any:
 
 @pytest.mark.shares(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_bits_of_16(case: Fp8Case) -> None:
-    """200 random calls in all, half of them hard."""
+def test_the_bits_of_16(case: Fp8Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 random calls in all, half of them hard, in the same splits."""
+    take_chunks(monkeypatch)
     rng = random.Random(case.name)
     for i in range(200 // len(CASES)):
         call = drawn(case, rng, is_hard=i % 2 == 1)

@@ -15,6 +15,7 @@ from planned import forward_call
 from quiet_runs import quiet_run
 from simulated_forward import run_on_simulator
 from slow_roles import SEED, with_each_role_slow
+from split_cases import take_chunks
 from torch import Tensor
 
 from flash_mask_cute import SelectedBlocks, builders
@@ -158,7 +159,10 @@ def check_bits(simulator: ModuleType, case: Fp8Case, seed: int, **config: Any) -
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_bits_of_16(simulator: ModuleType, case: Fp8Case) -> None:
+def test_the_bits_of_16(
+    simulator: ModuleType, case: Fp8Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_chunks(monkeypatch)
     check_bits(simulator, case, 1)
 
 
