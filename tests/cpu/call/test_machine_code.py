@@ -20,9 +20,7 @@ from lab.machine_code import Code, Instruction, early_arrivals, is_remote
 
 # Hopper's kernels whose two CTAs arrive on each other's mbarriers
 CLUSTERS = re.compile(r"(bwd-|decode-)?d(320|384|512)-|decode-d512$|bwd-d192-")
-BLACKWELL = tuple(
-    name for name in VARIANTS if name.startswith(("sm100-d", "sm103-d", "sm100-bwd", "sm103-bwd"))
-)
+BLACKWELL = tuple(name for name in VARIANTS if re.match(r"sm10[03]-(bwd|d\d)", name))
 
 IN_CLUSTERS = tuple(name for name in VARIANTS if CLUSTERS.match(name))
 
