@@ -123,7 +123,7 @@ FAULTS = (
         "decode-last-block", KERNEL, "core/stream_k.py",
         r"\(self\.end - 1\) // size",
         r"self.end // size", ARCHS,
-        (f"{SIM}/test_split_sim.py", f"{SIM}/test_pages_sim.py"),
+        (f"{CPU}/core/test_stream_k.py", f"{SIM}/test_split_sim.py", f"{SIM}/test_pages_sim.py"),
     ),
     Fault(
         "combine-unscaled-total", KERNEL, "kernels/combine.py",
