@@ -10,7 +10,8 @@ still reads, or has not written yet. `early_arrivals` finds such places. The com
 there for `tcgen05.wait`, so they can be missing although the PTX has it.
 
 Nor does an arrival on an mbarrier of another CTA wait for loads from shared memory before it
-(docs/facts/compiler.md). One on the CTA's own mbarrier does.
+(docs/facts/compiler.md). Loads before one on the CTA's own mbarrier are not judged: there it was
+never wrong on hardware.
 """
 
 from __future__ import annotations

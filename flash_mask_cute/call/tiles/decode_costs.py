@@ -39,8 +39,8 @@ class DecodeCosts(NamedTuple):
 
     stream: megabytes a microsecond that all CTAs read together. block, block_of_column: a CTA takes
     `block + block_of_column * head_dim` for a key block, and at least `column * head_dim`.
-    uneven: CTAs on more than half of the SMs lose this part of an idle SM's time for each, because
-    some SMs then share a port. walk: the begin of a walk. last_wave: part of a walk that a last
+    uneven: CTAs on more than half of the SMs take as long as if this part of the idle SMs read, too
+    (perhaps two SMs share a port). walk: the begin of a walk. last_wave: part of a walk that a last
     wave costs beside its own time.
     launch: of the kernel. combine, combine_of_number: of the second kernel, and a part of it for
     each number it reads. chunks, chunks_factor: what equal chunks cost beside their blocks.
@@ -96,7 +96,7 @@ class DecodeCosts(NamedTuple):
         return min(costs())[1]
 
 
-# Fitted to 1,385 times of 142 shapes, H200, 28 and 29 November 2026 (docs/inside_serving.md).
+# Fitted to 1,234 times of 142 shapes, H200, 28 and 29 November 2026 (docs/inside_serving.md).
 HOPPER_COSTS = DecodeCosts(
     stream=4.575,
     block=0.538,

@@ -120,6 +120,14 @@ def test_arrivals_while_tensor_memory_is_in_use() -> None:
         early_arrivals(Code.create(re.sub(r"/\* 0x\w+ \*/", "", as_printed(LOADED))))
 
 
+def code_and_ptx(name: str, folder: Path) -> tuple[Code, str]:
+    """Machine code and PTX of a variant, compiled now."""
+    with compile_lock(), compiler_keeps(f"--keep-cubin --keep-ptx --dump-dir={folder}"):
+        compiled, _ = compile_variant(name)
+    function: Any = compiled.function
+    return Code.create(disassembly(function.__cubin__, folder)), function.__ptx__
+
+
 # Two loads from shared memory, the first without a scoreboard, and an arrival at the other CTA.
 READ = (
     ("LDS.128 R4, [R2]", NO_WAIT),
@@ -145,10 +153,7 @@ def test_arrivals_at_another_cta_while_shared_memory_is_read() -> None:
 @pytest.mark.parametrize("name", IN_CLUSTERS)
 def test_no_arrival_at_another_cta_while_shared_memory_is_read(name: str, tmp_path: Path) -> None:
     """The software GPU loads in order, so it cannot show such an arrival."""
-    with compile_lock(), compiler_keeps(f"--keep-cubin --dump-dir={tmp_path}"):
-        compiled, _ = compile_variant(name)
-    function: Any = compiled.function
-    code = Code.create(disassembly(function.__cubin__, tmp_path))
+    code, _ = code_and_ptx(name, tmp_path)
     assert code.where(is_remote)
     assert early_arrivals(code) == []
 
@@ -171,10 +176,7 @@ def test_dq_is_released_when_it_is_in_registers(
 ) -> None:
     """The warps that load dQ wait for their loads before they arrive."""
     monkeypatch.setattr(umma, "wait_loads", lambda: None)
-    with compile_lock(), compiler_keeps(f"--keep-cubin --dump-dir={tmp_path}"):
-        compiled, _ = compile_variant(name)
-    function: Any = compiled.function
-    code = Code.create(disassembly(function.__cubin__, tmp_path))
+    code, _ = code_and_ptx(name, tmp_path)
     assert {x.opcode for x in early_arrivals(code)} == {"LDTM"}
 
 
@@ -183,10 +185,7 @@ def test_dq_is_released_when_it_is_in_registers(
 @pytest.mark.parametrize("name", BLACKWELL)
 def test_no_arrival_while_tensor_memory_is_in_use(name: str, tmp_path: Path) -> None:
     """Nor is an mbarrier of the other CTA arrived on for the threads of one CTA only."""
-    with compile_lock(), compiler_keeps(f"--keep-cubin --keep-ptx --dump-dir={tmp_path}"):
-        compiled, _ = compile_variant(name)
-    function: Any = compiled.function
-    code = Code.create(disassembly(function.__cubin__, tmp_path))
+    code, ptx = code_and_ptx(name, tmp_path)
     assert early_arrivals(code) == []
     # the same code without one kind of wait shows that the kind is there and is seen
     boards = {x.write_barrier for x in code.instructions if x.opcode == "LDTM"}
@@ -201,9 +200,9 @@ def test_no_arrival_while_tensor_memory_is_in_use(name: str, tmp_path: Path) -> 
     assert {x.opcode for x in early_arrivals(unfenced)} == stores
     assert stores or "d256v256-pair" in name
     remote = [
-        line for line in function.__ptx__.splitlines()
+        line for line in ptx.splitlines()
         if "mbarrier.arrive" in line and "shared::cluster" in line
     ]  # fmt: skip
     assert all(".cluster.shared::cluster" in line for line in remote), remote
-    is_pair = "tcgen05.alloc.cta_group::2" in function.__ptx__
+    is_pair = "tcgen05.alloc.cta_group::2" in ptx
     assert bool(remote) == is_pair
