@@ -49,9 +49,9 @@ def optional_name(mod: Mod | str | None) -> str | None:
 
 
 def with_captures(name: str, mod: LoweredMod | None, called: str) -> str:
-    """The name of a lowered mod, with lines for messages: what its author called it, and what it
-    captured, in the order of its aux tensors."""
-    return name if mod is None else "\n".join((name, called, *map(str, mod.origins)))
+    """The name of a lowered mod, with words for messages: what its author called it, and what it
+    captured, in the order of its aux tensors. Inductor writes it into a comment: a single line."""
+    return name if mod is None else "\t".join((name, called, *map(str, mod.origins)))
 
 
 def named_in_graph(
@@ -59,11 +59,11 @@ def named_in_graph(
 ) -> IndexError:
     """An index outside an aux tensor as an index outside what a mod of a graph captured, by the
     names of its mods."""
-    lines = {"score_mod": (score_name or "").split("\n"), "mask_mod": (mask_name or "").split("\n")}
+    words = {"score_mod": (score_name or "").split("\t"), "mask_mod": (mask_name or "").split("\t")}
     # the first aux tensors are the caller's
-    captured = [None, *lines["score_mod"][2:], *lines["mask_mod"][2:]]
+    captured = [None, *words["score_mod"][2:], *words["mask_mod"][2:]]
     place = max(error.tensor - num_aux + len(captured), 0)
-    return as_captured(error, "".join(lines[error.kind][1:2]), captured[place])
+    return as_captured(error, "".join(words[error.kind][1:2]), captured[place])
 
 
 def _guard_function(context: Any) -> None:
@@ -89,7 +89,7 @@ def _name_of(function: Any, owner: Any) -> str:
     known = None if name is None else _mods.get(name)
     # an id alone may belong to a newer object
     if name is None or not (known is mod or (is_method and known == mod)):
-        name = f"{key}#{next(_numbers.setdefault(key, count()))}"
+        name = f"{key!r}#{next(_numbers.setdefault(key, count()))}"
         _mods[name], _names[place] = mod, name
     return name
 
@@ -98,7 +98,7 @@ def optional_mod(name: str | None) -> Mod | None:
     """The callable of that name. Raises RuntimeError: no callable has that name in this process."""
     if name is None:
         return None
-    mod = _mods.get(name.partition("\n")[0])
+    mod = _mods.get(name.partition("\t")[0])
     if mod is None:
         raise RuntimeError(
             f"no callable is known as {name!r}: names of score_mod, mask_mod and score_mod_bwd in "

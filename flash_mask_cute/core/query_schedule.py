@@ -58,9 +58,10 @@ class QuerySchedule(NamedTuple):
             )
             most = heads_kv * num_batch
             fitting = Int32(cutlass.max(cutlass.min(group_bytes // kv_bytes, most), 1))
-            # the long walks of a small last group would begin late
-            groups = cutlass.max(cute.ceil_div(most, fitting), 1)
-            heads_per_group = cute.ceil_div(most, groups) * heads_per_kv
+            # the long walks of a small last group would begin late (cute.ceil_div takes no static
+            # number with a dynamic one)
+            groups = cutlass.max((most + fitting - 1) // fitting, 1)
+            heads_per_group = (most + groups - 1) // groups * heads_per_kv
         num_rows = num_heads if num_splits is None else num_heads * num_splits
         grid = Int32(num_groups)
         if not varlen_q:

@@ -37,6 +37,11 @@ class SimulatedDevice(Device):
         with quiet_run(self.simulator, delay):
             return simulated_backward.run_on_simulator(backward_call(*operands, **keywords))
 
+    def in_kernel_memory(self, tensor: Tensor) -> Any:
+        from software_gpu.device_memory import as_cuda
+
+        return as_cuda(tensor)
+
     def needs_hopper(self) -> None:
         if ACTIVE_ARCH != HOPPER:
             pytest.skip("of kernels that are for Hopper only")

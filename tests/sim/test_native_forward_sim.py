@@ -12,6 +12,10 @@ from dense_masks import DenseMasks
 from eager import assert_close_to_oracle
 from example_modules import ROOT, load_example
 from inputs import Inputs, make_inputs
+from native_api_on_devices import (  # noqa: F401
+    test_compile_and_call_with_cute_tensors,
+    test_options_that_this_kernel_lacks_are_refused,
+)
 from quiet_runs import quiet_run
 from torch import Tensor
 

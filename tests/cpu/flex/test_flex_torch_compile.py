@@ -281,7 +281,9 @@ def test_a_method_of_a_compiled_module(backend: Counting) -> None:
 def test_export(strict: bool) -> None:
     layer, (q, k, v) = Layer(), tensors()
     exported = torch.export.export(layer, (q, k, v), strict=strict)
-    assert any("attention_fwd" in str(node.target) for node in exported.graph.nodes)
+    said = [node.format_node() or "" for node in exported.graph.nodes]
+    # inductor writes these into comments of Triton kernels
+    assert any("attention_fwd" in x for x in said) and not any("\n" in x for x in said)
     torch.testing.assert_close(exported.module()(q, k, v), layer(q, k, v))
 
 

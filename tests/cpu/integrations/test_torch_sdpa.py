@@ -147,7 +147,7 @@ EMPTY: dict[str, Shapes] = {
 @pytest.mark.parametrize("is_bool", [True, False])
 @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
 def test_masks_with_nothing_to_attend(shapes: Shapes, is_bool: bool) -> None:
-    """Of all shapes that broadcast to the scores. A gradient of the mask is None, as torch's."""
+    """Of all shapes that broadcast to the scores. Older torch refuses some of these masks."""
     (*batch, rows, _), keys = shapes[0], shapes[1][-2]
     ends = [(rows, keys), (rows, 1), (1, keys), (1, 1), (keys,), (1,), ()]
     starts = {tuple(batch), (*batch[:1], *(1 for _ in batch[1:])), ()}
@@ -159,11 +159,9 @@ def test_masks_with_nothing_to_attend(shapes: Shapes, is_bool: bool) -> None:
             out = F.scaled_dot_product_attention(*tensors, attn_mask=chosen)
             assert torch.equal(out, F.scaled_dot_product_attention(*tensors))
         assert ran == OURS * 2
-        expected = F.scaled_dot_product_attention(*tensors, attn_mask=chosen)
-        assert torch.equal(out, expected)
-        for x in (out, expected):
-            grads = torch.autograd.grad(x.sum(), (*tensors, mask)[: 4 - is_bool], allow_unused=True)
-            assert all(not y.any() for y in grads[:3]) and grads[3:] in ((), (None,)), shape
+        assert torch.equal(out, F.scaled_dot_product_attention(*tensors))
+        grads = torch.autograd.grad(out.sum(), (*tensors, mask)[: 4 - is_bool], allow_unused=True)
+        assert all(not y.any() for y in grads[:3]) and grads[3:] in ((), (None,)), shape
 
 
 @pytest.mark.parametrize("is_bool", [True, False])

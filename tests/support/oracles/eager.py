@@ -175,7 +175,9 @@ def assert_output_as_good(
     assert_as_good("out", out, exact_out, eager, name)
 
 
-def assert_as_good(what: str, found: Tensor, exact: Tensor, eager: Tensor, name: str) -> None:
+def assert_as_good(
+    what: str, found: Tensor, exact: Tensor, eager: Tensor, name: str, atol: float = 0.0
+) -> None:
     """At most twice the largest error of the same computation in its dtype, and an ulp."""
     assert found.isfinite().all(), f"{name}: {what} is not finite"
     largest = exact.abs().amax().item() if exact.numel() else 0.0
@@ -183,7 +185,7 @@ def assert_as_good(what: str, found: Tensor, exact: Tensor, eager: Tensor, name:
         (x.double() - exact).abs().amax().item() if exact.numel() else 0.0 for x in (found, eager)
     )
     allowed = 2 * of_eager + torch.finfo(found.dtype).eps * largest
-    allowed = max(allowed, FLOAT32 * max(largest, 1e-6))
+    allowed = max(allowed, FLOAT32 * max(largest, 1e-6), atol)
     assert error <= allowed, f"{name}: {what} off by {error:.3g}, allowed {allowed:.3g}"
 
 
