@@ -4,7 +4,8 @@ FLASH_MASK_SIM_SEED, a number, says which share; without it, or with "all", ever
 cases of a function are dealt out to shares in turn. So each of them runs once in as many runs as
 there are shares, if their seeds follow each other.
 
-Of a function with the mark `daily`, each share has some cases: those whose turn it is.
+Of a function with the mark `daily`, each share has some cases: those whose turn it is. Of a module
+that runs kernels on the software GPU and has no case in the share, one is drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
@@ -31,7 +32,7 @@ class Deal(NamedTuple):
 
 # Of the tests that run kernels on the software GPU. Neighbours share kernels, and compiling one
 # takes ten times as long as running it. There are as many shares as leave time for daily cases.
-ON_SIMULATOR = Deal(48, together=4)
+ON_SIMULATOR = Deal(60, together=4)
 # Of other tests, those in folders of mods and of torch's doors: most of them trace or compile.
 HALVES = re.compile(r"cpu/(autograd|flex|integrations|mods)/")
 HALF, ALL = Deal(2), Deal(1)
@@ -92,18 +93,23 @@ def deal_of(item: pytest.Item) -> Deal:
 
 def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """What is not in the share."""
-    found = []
+    drawn, others = set(), defaultdict(list)
     seen: Counter[str] = Counter()
     functions = [item.nodeid.partition("[")[0] for item in items]
     cases = Counter(functions)
     for item, function in zip(items, functions, strict=True):
-        daily = item.get_closest_marker("daily")
-        if daily is not None:
-            (most,) = daily.args
-            is_drawn = is_daily(seen[function], cases[function], most, seed)
-        else:
-            is_drawn = is_in_share(function, seen[function], deal_of(item), seed)
-        if not is_drawn:
-            found.append(item)
+        daily, position = item.get_closest_marker("daily"), seen[function]
         seen[function] += 1
-    return found
+        deal, module = deal_of(item), function.partition("::")[0]
+        if daily is not None:
+            is_drawn = is_daily(position, cases[function], *daily.args, seed)
+        else:
+            is_drawn = is_in_share(function, position, deal, seed)
+        if deal == ON_SIMULATOR:
+            others[module].append((is_drawn, item))
+        if is_drawn:
+            drawn.add(item)
+    for module, told in others.items():
+        if not any(is_drawn for is_drawn, _ in told):
+            drawn.add(told[crc32(f"{module} {seed}".encode()) % len(told)][1])
+    return [item for item in items if item not in drawn]

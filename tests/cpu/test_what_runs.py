@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import drawn_share
 import pytest
 import simulator_needed
-from drawn_share import ON_SIMULATOR, Deal, is_daily, is_in_share
+from drawn_share import ON_SIMULATOR, Deal, is_daily, is_in_share, left_out
 from simulator_needed import READ, changed_files, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,23 @@ def test_daily_cases_come_in_turn(cases: int, most: int) -> None:
     drawn = [[i for i in range(cases) if is_daily(i, cases, most, seed)] for seed in range(20)]
     assert all(len(each) == min(cases, most) for each in drawn)
     assert {i for each in drawn[: -(-cases // most)] for i in each} == {*range(cases)}
+
+
+def test_each_module_on_the_simulator_has_a_case() -> None:
+    """In every share, drawn from all of its cases."""
+
+    class Item(NamedTuple):
+        nodeid: str
+        fixturenames: tuple[str, ...] = ("simulator",)
+
+        def get_closest_marker(self, name: str) -> None:
+            return None
+
+    items: Any = [Item(f"sim/test_{name}.py::test[{i}]") for name in "abcde" for i in range(9)]
+    runs = [{*items} - {*left_out(items, seed)} for seed in range(30)]
+    for name in "abcde":
+        drawn = [[x for x in run if f"test_{name}" in x.nodeid] for run in runs]
+        assert all(drawn) and len({x.nodeid for each in drawn for x in each}) > 5
 
 
 def test_functions_of_one_case_are_not_all_of_one_share() -> None:
