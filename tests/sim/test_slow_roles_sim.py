@@ -126,7 +126,7 @@ def test_forward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: s
     check_forward(simulator, monkeypatch, FORWARD, name, FORWARDS[name])
 
 
-@pytest.mark.daily(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_backward(simulator, monkeypatch, BACKWARD, name, BACKWARDS[name])

@@ -95,7 +95,7 @@ BACKWARDS = {
 }  # fmt: skip
 
 
-@pytest.mark.daily(1)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward(simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_backward(simulator, monkeypatch, BACKWARD, name, BACKWARDS[name])
