@@ -23,7 +23,13 @@ def step() -> None:
     q, k = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(1, 700, 2, 64).bfloat16()
     given = Append(k, k.clone(), k[:, :1].clone(), k[:, :1].clone(), q, torch.tensor([699]).int())
     q, total = append(given, Target(ACTIVE_ARCH, num_sms=2))
-    run_on_simulator(forward_call(q, k, given.v_cache, seqused_k=total, num_splits=0))
+    # a call with a mask takes chunks
+    mask = {
+        "causal": True,
+        "q_start": "end",
+        "startend_row_indices": torch.full((1, 1, 700, 1), 700).int(),
+    }
+    run_on_simulator(forward_call(q, k, given.v_cache, seqused_k=total, num_splits=0, **mask))
 
 
 def edited(simulator: ModuleType, edit: Callable[[str], str]) -> Callable[..., Any]:

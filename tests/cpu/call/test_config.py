@@ -342,10 +342,15 @@ def test_an_output_larger_than_the_query_cannot_take_its_place() -> None:
         choose(64, 128, override=FwdConfig(share_qo=True))
 
 
-# -- block lists --------------------------------------------------------------------------------
-
-
 # -- packing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seqlen_q", "pack_gqa"), [(127, None), (128, None), (5000, True)])
+def test_a_reason_says_whether_heads_share_a_tile(seqlen_q: int, pack_gqa: bool | None) -> None:
+    choice = choose(heads_q=8, heads_kv=2, seqlen_q=seqlen_q, pack_gqa=pack_gqa)
+    assert choice.packed_heads == (1 if seqlen_q == 128 else 4)
+    assert ("4 query heads share a tile" in choice.reason) == (choice.packed_heads > 1)
+    assert "share" not in choose(heads_q=8, heads_kv=8, seqlen_q=1).reason
 
 
 def test_packing_them_is_refused() -> None:
