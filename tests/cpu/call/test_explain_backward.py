@@ -169,6 +169,12 @@ def test_the_class_of_each_tensor_is_told() -> None:
     kinds = [x.reads.read_class for x in plain.aux_gradients]
     assert kinds == [ReadClass.HEAD, ReadClass.DIFFERENCE]
     assert not any(x.is_wanted for x in plain.aux_gradients)
+    for others in (
+        {"score_mod": lambda s, b, h, q, k: s * 2.0},
+        {"aux_tensors": [gains], "mask_mod": lambda b, h, q, k, aux: aux[0][h[0]] > q},
+    ):
+        without = explain(*qkv(), **others, target="sm_90a").backward
+        assert without is not None and without.aux_gradients == ()
 
 
 def test_a_mod_written_in_torch_is_told() -> None:
