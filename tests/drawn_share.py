@@ -4,8 +4,8 @@ FLASH_MASK_SIM_SEED, a number, says which share; without it, or with "all", ever
 cases of a function are dealt out to shares in turn. So each of them runs once in as many runs as
 there are shares, if their seeds follow each other.
 
-Of a function with the mark `daily`, each share has some cases: those whose turn it is. Of a module
-that runs kernels on the software GPU and has no case in the share, one is drawn.
+Of a function with the mark `daily`, each share has some cases: those whose turn it is. Of modules
+that run kernels on the software GPU, each has a case in one of EACH_MODULE shares at least.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Deal(NamedTuple):
 # Of the tests that run kernels on the software GPU. Neighbours share kernels, and compiling one
 # takes ten times as long as running it. There are as many shares as leave time for daily cases.
 ON_SIMULATOR = Deal(60, together=4)
+EACH_MODULE = 3
 # Of other tests, those in folders of mods and of torch's doors: most of them trace or compile.
 HALVES = re.compile(r"cpu/(autograd|flex|integrations|mods)/")
 HALF, ALL = Deal(2), Deal(1)
@@ -110,6 +111,7 @@ def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
         if is_drawn:
             drawn.add(item)
     for module, told in others.items():
-        if not any(is_drawn for is_drawn, _ in told):
+        is_turn = (crc32(module.encode()) + seed) % EACH_MODULE == 0
+        if is_turn and not any(is_drawn for is_drawn, _ in told):
             drawn.add(told[crc32(f"{module} {seed}".encode()) % len(told)][1])
     return [item for item in items if item not in drawn]
