@@ -15,6 +15,7 @@ import pytest
 import simulated_backward
 import torch
 from cases import BF16, FP16, Case
+from devices import Device
 from eager import assert_gradients_close
 from inputs import make_inputs, make_output_gradients
 from quiet_runs import quiet_run
@@ -152,18 +153,19 @@ def test_rows_that_are_not_in_use(simulator: ModuleType, position: int) -> None:
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("number", range(3))
 def test_keys_in_common(
-    simulator: ModuleType, monkeypatch: pytest.MonkeyPatch, number: int, head_dim: int
-) -> None:
+    simulator: ModuleType, device: Device, monkeypatch: pytest.MonkeyPatch, number: int,
+    head_dim: int,
+) -> None:  # fmt: skip
     """Of several sequences of packed queries, whose turns follow each other."""
     *_, call = CommonKeys(5, BF16, head_dim, 400, -130).calls(number + 1)
     # which pairs do not have
     call.keywords.pop("score_mod", None)
     call.mods.pop("score_mod", None)
-    run_backward(simulator, call, number, **IN_PAIRS)
+    run_backward(device, call, number, **IN_PAIRS)
     found = []
     for order in ORDERS[1:3]:
         order.set(simulator, monkeypatch)
-        found.append(run_backward(simulator, call, order.seed, **IN_ORDER))
+        found.append(run_backward(device, call, order.seed, **IN_ORDER))
     for name, a, b in zip("qkv", *found, strict=True):
         assert torch.equal(a.view(torch.int16), b.view(torch.int16)), f"d{name}, {call.name}"
 
