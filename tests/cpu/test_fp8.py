@@ -247,20 +247,21 @@ def test_an_append_is_its_three_steps() -> None:
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*results, strict=True))
 
 
-def test_a_compiled_append_writes_codes_and_scales() -> None:
+@pytest.mark.parametrize("scales", [("token", "head"), ("token", "token")])
+def test_a_compiled_append_writes_codes_and_scales(scales: tuple[str, str]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(over_cache, backend="aot_eager", fullgraph=True)
     results = []
     for call in (over_cache, compiled):
         given = make_call(Fp8Case("written", 32, heads=(2, 1), lengths=(9, 30), capacity=40,
-                                  scales=("token", "head")))  # fmt: skip
+                                  scales=scales))  # fmt: skip
         new = torch.ones(2, 1, 1, 32).bfloat16()
         with torch.no_grad():
-            out = call(given.q, *given.codes, new, new, cache_seqlens=given.keywords["seqused_k"],
-                       **given.descales)  # fmt: skip
-        scales = given.descales["k_descale"]
-        assert scales is not None and scales[0, 9, 0] == torch.tensor(1.0) / 448
-        results.append((out, *(x.view(torch.uint8) for x in given.codes), scales.nan_to_num()))
+            used = given.keywords["seqused_k"]
+            out = call(given.q, *given.codes, new, 2 * new, cache_seqlens=used, **given.descales)
+        written = [x.nan_to_num() for x in given.descales.values() if x is not None]
+        assert written[0][0, 9, 0] == torch.tensor(1.0) / 448
+        results.append((out, *(x.view(torch.uint8) for x in given.codes), *written))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -13,6 +13,7 @@ from drawn_builders import DRAW, draw_lengths
 from flash_mask_cute import builders
 from flash_mask_cute.parallel import Plan, plan
 from flash_mask_cute.parallel.planning import BLOCK
+from flash_mask_cute.parallel.visibility import Visibility
 
 
 @pytest.mark.parametrize("name", DRAW)
@@ -35,6 +36,16 @@ def test_work_and_keys_by_brute_force(name: str) -> None:
             assert load.keys[rank] == int(seen.sum())
             assert load.tiles[rank] >= int(tiles[rows[::BLOCK] // BLOCK].sum())
         assert sum(load.tiles) <= int(tiles.sum()) + 2 * world
+
+
+@pytest.mark.parametrize("ranges", [1, 2, 3, 5])
+def test_keys_that_overlapping_ranges_hide(ranges: int) -> None:
+    """From all rows, or not from all: ranges may be empty, nested and in any order."""
+    g = torch.Generator().manual_seed(ranges)
+    ends = torch.randint(0, 9, (1, 1, 4000, ranges, 2), generator=g).sort(-1).values.unbind(-1)
+    rows = torch.arange(8)[:, None]
+    hidden = ((ends[0][..., None, :] <= rows) & (rows < ends[1][..., None, :])).any(-1).all(-1)
+    assert torch.equal(Visibility(*ends).is_seen(8), ~hidden[0, 0]) and hidden.any()
 
 
 def test_it_is_even_where_contiguous_rows_are_not() -> None:
