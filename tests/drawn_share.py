@@ -94,7 +94,7 @@ def deal_of(item: pytest.Item) -> Deal:
 
 def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """What is not in the share."""
-    drawn, others = set(), defaultdict(list)
+    drawn, of_modules = set(), defaultdict(list)
     seen: Counter[str] = Counter()
     functions = [item.nodeid.partition("[")[0] for item in items]
     cases = Counter(functions)
@@ -108,10 +108,10 @@ def left_out(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
         else:
             is_drawn = is_in_share(function, position, deal, seed)
         if deal == ON_SIMULATOR:
-            others[module].append((is_drawn, item))
+            of_modules[module].append((is_drawn, item))
         if is_drawn:
             drawn.add(item)
-    for module, told in others.items():
+    for module, told in of_modules.items():
         is_turn = (crc32(module.encode()) + seed) % EACH_MODULE == 0
         if is_turn and not any(is_drawn for is_drawn, _ in told):
             drawn.add(told[crc32(f"{module} {seed}".encode()) % len(told)][1])

@@ -124,7 +124,6 @@ def test_drawn_forwards(number: int) -> None:
     close(run(rng.choice(FORMS)), run("dense"))
 
 
-@pytest.mark.shares(4)
 @pytest.mark.parametrize("number", range(24))
 def test_drawn_backwards(number: int) -> None:
     rng = random.Random(f"{SEED}-{number}-backward")
